@@ -1,0 +1,44 @@
+"""Attention for PyTorch in NVIDIA's CuTe DSL, with a PTX simulator that runs the same kernels on any machine."""
+
+from __future__ import annotations
+
+from .errors import (
+    ArgumentError,
+    CompileError,
+    DeterminismError,
+    FaCuteError,
+    PlanError,
+    SimError,
+    UnsupportedError,
+)
+
+__version__ = "0.1.0"
+
+_PUBLIC = {"flash_attn_func": "api", "can_use": "api", "supports": "api", "Support": "api"}
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "DeterminismError",
+    "FaCuteError",
+    "PlanError",
+    "SimError",
+    "Support",
+    "UnsupportedError",
+    "can_use",
+    "flash_attn_func",
+    "supports",
+]
+
+
+def __getattr__(name: str):
+    """Import the modules that need torch when a public name is first used."""
+    if name in _PUBLIC:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
