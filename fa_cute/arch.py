@@ -1,6 +1,7 @@
 """Hardware limits of each architecture: the one place that knows them.
 
-Sources: CUDA C++ Programming Guide, table of compute capabilities; PTX ISA (tensor memory, named barriers, clusters).
+Sources: CUDA C++ Programming Guide, table of compute capabilities; PTX ISA (tensor memory, named
+barriers, clusters).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Arch:
     capability: tuple[int, int]  # as the driver reports it
     smem_bytes: int  # dynamic shared memory that one CTA may opt in to
     smem_bytes_per_sm: int
-    num_sms: int  # of the usual full part (A100, H100 SXM, B200, B300): a default, the device knows better
+    num_sms: int  # of A100, H100 SXM, B200, B300: a default, the device knows better
     l2_bytes: int  # of the same part
     tmem_cols: int = 0  # 32-bit columns of 128 lanes
     max_cluster: int = 1  # CTAs of a portable cluster
@@ -104,7 +105,7 @@ DEFAULT = "sm_100a"  # what CPU tensors are simulated on unless FA_CUTE_ARCH say
 
 
 def get(name: str) -> Arch:
-    """The architecture called ``name``: "sm_100a", "sm100a" and "sm100" (the first of a family) all work."""
+    """The architecture called ``name``: "sm_100a", "sm100a" or "sm100" (the first of its family)."""
     key = str(name).lower().replace("_", "")
     for arch in ARCHS.values():
         if key in (arch.name.replace("_", ""), arch.family):

@@ -1,7 +1,8 @@
 """Every exception that fa_cute raises on purpose.
 
-A message says what was given, what is allowed and, where there is one, the nearest choice that works.
-Each class also derives from the built-in exception that a caller would catch without knowing this package.
+A message says what was given, what is allowed and, where there is one, the nearest choice that
+works. Each class also derives from the built-in exception that a caller would catch without knowing
+this package.
 """
 
 from __future__ import annotations

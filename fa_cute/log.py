@@ -1,4 +1,4 @@
-"""The one logger of the package, its level from ``FA_CUTE_LOG`` (debug, info, warning, error; default warning)."""
+"""The one logger of the package; ``FA_CUTE_LOG`` sets its level (default warning)."""
 
 from __future__ import annotations
 
