@@ -1,4 +1,4 @@
-"""Attention for PyTorch in NVIDIA's CuTe DSL, and a PTX simulator that runs its kernels anywhere."""
+"""Attention for PyTorch in NVIDIA's CuTe DSL, with a PTX simulator that runs it anywhere."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ DEFAULT = "sm_100a"  # what CPU tensors are simulated on unless FA_CUTE_ARCH say
 
 
 def get(name: str) -> Arch:
-    """The architecture called ``name``: "sm_100a", "sm100a" or "sm100" (the first of its family)."""
+    """The architecture called "sm_100a", "sm100a" or "sm100" (the first of its family)."""
     key = str(name).lower().replace("_", "")
     for arch in ARCHS.values():
         if key in (arch.name.replace("_", ""), arch.family):

@@ -1,0 +1,224 @@
+"""AttnProblem: one call of attention, validated and normalised.
+
+Everything that is wrong with a caller's input is found here, before a kernel is looked for; whether
+a kernel exists for a valid problem is `tune.py`'s question.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ArgumentError, UnsupportedError
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+ALIGN_BYTES = 16  # of pointers and rows: what TMA and the vector copies need
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AttnProblem:
+    """A validated problem; everything but the data. Hashable."""
+
+    dtype: str  # "bf16", "fp16", "fp32", "fp64"
+    device: str  # "cpu", "cuda"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    causal: bool
+    window: tuple[int | None, int | None]
+    softcap: float
+    has_sink: bool
+
+    @property
+    def qhead_per_kvhead(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.heads // self.heads_kv
+
+    @property
+    def has_work(self) -> bool:
+        """False when the answer needs no kernel: nothing to compute, or nothing to attend to."""
+        return min(self.batch, self.seqlen_q, self.seqlen_k) > 0
+
+    @classmethod
+    def of(
+        cls,
+        q,
+        k,
+        v,
+        *,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        sink=None,
+    ) -> AttnProblem:
+        """Validate one call; raises ArgumentError with every tensor described."""
+        check_tensors(q, k, v, sink)
+        if not isinstance(causal, bool):
+            raise ArgumentError(f"causal is {causal!r}; it must be True or False")
+        scale = check_number("softmax_scale", softmax_scale, q.shape[3] ** -0.5)
+        cap = check_number("softcap", softcap, 0.0)
+        if cap < 0:
+            raise ArgumentError(f"softcap is {cap}; it must be positive, or 0 for none")
+        return cls(
+            dtype=DTYPE_NAMES[q.dtype],
+            device=q.device.type,
+            batch=q.shape[0],
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+            heads=q.shape[2],
+            heads_kv=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            softmax_scale=scale,
+            causal=causal,
+            window=normalise_window(window_size, causal),
+            softcap=cap,
+            has_sink=sink is not None,
+        )
+
+
+def describe(**tensors) -> str:
+    """One line per tensor: shape, dtype, device, strides."""
+    width = max(map(len, tensors))
+    lines = []
+    for name, t in tensors.items():
+        if isinstance(t, torch.Tensor):
+            text = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+            if t.layout == torch.strided and not t.is_nested:
+                text += f", strides {tuple(t.stride())}"
+        else:
+            text = f"{type(t).__name__} (not a tensor)"
+        lines.append(f"  {name:{width}}: {text}")
+    return "\n".join(lines)
+
+
+def check_number(name: str, value, default: float) -> float:
+    """A finite Python number, or the default for None."""
+    if value is None:
+        return float(default)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = "; call .item() first" if isinstance(value, torch.Tensor) else ""
+        raise ArgumentError(f"{name} is a {type(value).__name__}; it must be a real number{hint}")
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def normalise_window(window_size, causal: bool) -> tuple[int | None, int | None]:
+    """(left, right) with None for no limit; ``causal`` limits the right side to 0."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ArgumentError(f"window_size is {window_size!r}; it must be a pair (left, right)")
+    sides = []
+    for name, side in zip(("left", "right"), window_size, strict=True):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+            raise ArgumentError(
+                f"window_size {name} is {side!r}; it must be an int, -1 or None for no limit"
+            )
+        if side is not None and side < -1:
+            raise ArgumentError(
+                f"window_size {name} is {side}; it must be >= 0, or -1 or None for no limit"
+            )
+        sides.append(None if side is None or side == -1 else int(side))
+    if causal:
+        sides[1] = 0
+    return sides[0], sides[1]
+
+
+def check_tensors(q, k, v, sink=None) -> None:
+    """Types, layouts, devices, dtypes and shapes; the message shows all tensors."""
+    named = {"q": q, "k": k, "v": v}
+    shown = named if sink is None else {**named, "learnable_sink": sink}
+
+    def fail(what: str):
+        raise ArgumentError(f"{what}\n{describe(**shown)}")
+
+    if not all(isinstance(t, torch.Tensor) for t in shown.values()):
+        fail("q, k, v (and learnable_sink) must be torch tensors")
+    for name, t in shown.items():
+        if t.is_nested or t.layout != torch.strided:
+            fail(
+                f"{name} must be a dense strided tensor; nested and sparse tensors are not accepted"
+            )
+        if t.is_conj() or t.is_neg():
+            fail(f"{name} is a lazy conjugate or negative view; call .resolve_neg() first")
+    if len({t.device for t in shown.values()}) > 1:
+        fail("all tensors must be on one device")
+    if q.dtype not in DTYPE_NAMES or len({t.dtype for t in named.values()}) > 1:
+        fail("q, k, v must have one dtype out of " + _dtypes(DTYPE_NAMES) + _autocast_hint(q))
+    _check_shapes(q, k, v, fail)
+    if sink is not None and (sink.shape != (q.shape[2],) or sink.dtype not in SINK_DTYPES):
+        fail(
+            f"learnable_sink must be ({q.shape[2]},), one logit per query head, "
+            + _dtypes(SINK_DTYPES)
+        )
+
+
+def _check_shapes(q, k, v, fail) -> None:
+    if not q.ndim == k.ndim == v.ndim == 4:
+        fail("q, k, v must have 4 dimensions (batch, seqlen, heads, head_dim)")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        fail("q, k, v must have the same batch")
+    if k.shape[1:3] != v.shape[1:3]:
+        fail("k and v must have the same seqlen and heads")
+    if q.shape[3] != k.shape[3]:
+        fail("q and k must have the same head_dim")
+    if min(q.shape[2], k.shape[2]) == 0:
+        fail("heads and heads_kv must be at least 1")
+    if min(q.shape[3], v.shape[3]) == 0:
+        fail("head_dim and head_dim_v must be at least 1")
+    if q.shape[2] % k.shape[2]:
+        fail(f"heads ({q.shape[2]}) must be a multiple of heads_kv ({k.shape[2]})")
+
+
+def check_layout(**tensors) -> None:
+    """What kernels need beyond a valid problem: plain tensors, unit last stride, 16-byte rows."""
+    for name, t in tensors.items():
+        if type(t) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedError(
+                f"{name} is a {type(t).__module__}.{type(t).__qualname__}; kernels take "
+                "plain torch tensors only; use backend='reference'"
+            )
+    faults = [fault for name, t in tensors.items() for fault in _layout_faults(name, t)]
+    if faults:
+        raise ArgumentError(
+            "; ".join(faults) + "; call .contiguous() or .clone()\n" + describe(**tensors)
+        )
+
+
+def _layout_faults(name: str, t) -> list[str]:
+    faults = []
+    if t.stride(-1) != 1 and t.shape[-1] > 1:
+        faults.append(f"{name}: the last stride must be 1")
+    for dim in range(t.ndim - 1):
+        if t.shape[dim] > 1 and t.stride(dim) * t.element_size() % ALIGN_BYTES:
+            faults.append(f"{name}: stride {t.stride(dim)} of dim {dim} is no multiple of 16 bytes")
+    if t.numel() and t.data_ptr() % ALIGN_BYTES:
+        faults.append(f"{name}: the data do not start at a multiple of {ALIGN_BYTES} bytes")
+    return faults
+
+
+def _dtypes(allowed) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in allowed)
+
+
+def _autocast_hint(q) -> str:
+    kind = q.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        wanted = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        return f" (torch.autocast does not convert them here: call .to(torch.{wanted}))"
+    return ""
