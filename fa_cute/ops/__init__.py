@@ -1,0 +1,1 @@
+"""Building blocks that kernels of several architectures share."""

@@ -1,0 +1,150 @@
+"""Masks as bands of keys, and the block ranges that follow from them.
+
+A mask is one function, ``k_bounds(q) -> [lo, hi)``: the keys that a query sees. Which KV blocks a
+query block visits, which of those need no element mask, and the same questions from the side of a
+KV block (backward) are derived here. Everything is plain arithmetic on ints or on DSL integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_cute.ops.arith import at_most, ceil_div, hi, lo
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys ``q + off - left <= k <= q + off + right`` with ``off = seqlen_k - seqlen_q``
+    (bottom-right aligned).
+
+    ``left`` and ``right`` are None (no limit, known while tracing), an int or a DSL integer, and
+    not negative: then neighbouring rows see overlapping or adjacent keys, which the block ranges
+    below rely on.
+    """
+
+    left: Any = None
+    right: Any = None
+
+    def k_bounds(self, q: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """Keys ``[lo, hi)`` that query ``q`` sees; both never decrease with ``q``; empty is ``lo
+        >= hi``.
+        """
+        off = seqlen_k - seqlen_q
+        k_lo = 0 if self.left is None else hi(q + off - self.left, 0)
+        k_hi = seqlen_k if self.right is None else hi(lo(q + off + self.right + 1, seqlen_k), 0)
+        return k_lo, k_hi
+
+    def q_bounds(self, k: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """Queries ``[lo, hi)`` that see key ``k < seqlen_k``; both never decrease with ``k``."""
+        off = seqlen_k - seqlen_q
+        q_lo = 0 if self.right is None else lo(hi(k - off - self.right, 0), seqlen_q)
+        q_hi = seqlen_q if self.left is None else hi(lo(k - off + self.left + 1, seqlen_q), 0)
+        return q_lo, q_hi
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
+        """Whether query ``q`` sees key ``k``."""
+        k_lo, k_hi = self.k_bounds(q, seqlen_q, seqlen_k)
+        return (k >= k_lo) & (k < k_hi)
+
+
+def full() -> Band:
+    """Every query sees every key."""
+    return Band()
+
+
+def causal() -> Band:
+    """Query ``q`` sees keys up to ``q + seqlen_k - seqlen_q``."""
+    return Band(right=0)
+
+
+def window(left: Any = None, right: Any = None) -> Band:
+    """Sliding window: ``left`` keys before and ``right`` keys after the diagonal; None is no
+    limit on that side.
+    """
+    return Band(left, right)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks ``[lo, hi)`` to visit; those in ``[full_lo, full_hi)`` need no element mask.
+
+    ``lo <= full_lo <= full_hi <= hi``; nothing to visit is ``lo == hi``.
+    """
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+    @property
+    def count(self) -> Any:
+        """How many blocks are visited."""
+        return self.hi - self.lo
+
+
+def _blocks(first: tuple[Any, Any], last: tuple[Any, Any], tile: int) -> Blocks:
+    """Block range of lines whose bounds run from ``first`` to ``last`` (neither bound ever
+    decreases).
+    """
+    b_lo = first[0] // tile
+    b_hi = hi(ceil_div(last[1], tile), b_lo)
+    full_lo = lo(ceil_div(last[0], tile), b_hi)
+    full_hi = hi(lo(first[1] // tile, b_hi), full_lo)
+    return Blocks(b_lo, full_lo, full_hi, b_hi)
+
+
+def kv_blocks(
+    mask: Band, m_block: Any, tile_m: int, tile_n: int, seqlen_q: Any, seqlen_k: Any, pack: int = 1
+) -> Blocks:
+    """KV blocks of query block ``m_block < ceil(seqlen_q * pack / tile_m)``.
+
+    ``pack``: row ``r`` of the packed query tensor is query ``r // pack`` (query heads that share a
+    kv head). Rows of the block past ``seqlen_q`` count for nothing; keys past ``seqlen_k`` make the
+    last block a masked one.
+    """
+    first = (m_block * tile_m) // pack
+    last = (lo((m_block + 1) * tile_m, seqlen_q * pack) - 1) // pack
+    return _blocks(
+        mask.k_bounds(first, seqlen_q, seqlen_k), mask.k_bounds(last, seqlen_q, seqlen_k), tile_n
+    )
+
+
+def q_blocks(
+    mask: Band,
+    n_block: Any,
+    tile_m: int,
+    tile_n: int,
+    seqlen_q: Any,
+    seqlen_k: Any,
+    tails: bool = True,
+) -> Blocks:
+    """Query blocks of KV block ``n_block < ceil(seqlen_k / tile_n)``; ``m in q_blocks(n)`` iff ``n
+    in kv_blocks(m)``.
+
+    ``tails=True``: a block with rows past ``seqlen_q`` or keys past ``seqlen_k`` is not full.
+    ``tails=False``: only the band decides, for a kernel in which such rows and keys vanish by
+    themselves (LSE +inf, zero-filled K and V).
+    """
+    end = (n_block + 1) * tile_n
+    first = mask.q_bounds(n_block * tile_n, seqlen_q, seqlen_k)
+    last = mask.q_bounds(lo(end, seqlen_k) - 1, seqlen_q, seqlen_k)
+    if tails:
+        every_row = first[1] * at_most(
+            end, seqlen_k
+        )  # none where a key of the block does not exist
+    else:
+        every_row = first[1] + at_most(seqlen_q, first[1]) * (
+            tile_m - 1
+        )  # up to the end of the last block
+    return _blocks((first[0], every_row), last, tile_m)
+
+
+def visits(
+    mask: Band, m_block: int, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
+) -> list[tuple[int, bool]]:
+    """``(n_block, masked)`` of a query block in the order that kernels take: descending (Python
+    ints only).
+    """
+    r = kv_blocks(mask, m_block, tile_m, tile_n, seqlen_q, seqlen_k)
+    return [(n, not r.full_lo <= n < r.full_hi) for n in reversed(range(r.lo, r.hi))]

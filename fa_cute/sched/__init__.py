@@ -1,0 +1,70 @@
+"""Orders of tiles, one module each, and their names in the tuning tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa_cute.errors import PlanError
+from fa_cute.sched.base import Linear, Order, Scheduler, Tile, TileSpace, Walk, here
+from fa_cute.sched.dynamic import Dynamic
+from fa_cute.sched.lpt import Lpt, LptPersistent, Sections, sectioned
+from fa_cute.sched.persistent import Persistent
+from fa_cute.sched.single import Single
+from fa_cute.sched.spt import Ascending, Spt
+
+NAMES: dict[str, type] = {
+    "single": Single,
+    "persistent": Persistent,
+    "lpt": Lpt,
+    "lpt_persistent": LptPersistent,
+    "dynamic": Dynamic,
+    "ascending": Ascending,
+    "spt": Spt,
+}
+
+
+def by_name(name: str) -> type:
+    """The class of a name in a tuning table."""
+    if name not in NAMES:
+        raise PlanError(f"no scheduler {name!r}; schedulers: {sorted(NAMES)}")
+    return NAMES[name]
+
+
+def make(
+    name: str,
+    space: TileSpace,
+    *,
+    seqlen_k: Any = 1,
+    kv_bytes_per_row: int = 1,
+    qhead_per_kvhead: Any = 1,
+) -> Any:
+    """The order ``name`` over a space; lengths and bytes size the L2 sections of those orders
+    that have them.
+    """
+    cls = by_name(name)
+    if issubclass(cls, Sections):
+        return sectioned(cls, space, seqlen_k, kv_bytes_per_row, qhead_per_kvhead)
+    return cls(space)
+
+
+__all__ = [
+    "NAMES",
+    "Ascending",
+    "Dynamic",
+    "Linear",
+    "Lpt",
+    "LptPersistent",
+    "Order",
+    "Persistent",
+    "Scheduler",
+    "Sections",
+    "Single",
+    "Spt",
+    "Tile",
+    "TileSpace",
+    "Walk",
+    "by_name",
+    "here",
+    "make",
+    "sectioned",
+]

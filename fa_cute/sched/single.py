@@ -1,0 +1,22 @@
+"""One tile per CTA (or cluster), in linear order; the hardware hands out the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_cute.sched.base import Linear, Walk, grid_of
+
+
+@dataclass(frozen=True)
+class Single(Linear):
+    """Linear order, one tile each."""
+
+    def grid(self, num_sms: Any = None, cluster: int = 1) -> tuple[Any, int, int]:
+        return grid_of(self.space.size, cluster)
+
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Walk:
+        """The walk of CTA ``block``: its tile, then nothing (the second index lies past the
+        end).
+        """
+        return Walk(self, block // cluster, self.space.size)
