@@ -68,6 +68,8 @@ class Edge:
         cta_group: CTAs whose loads complete on the leader's barrier (1, or 2 for paired
             tcgen05.mma).
         src_ctas, dst_ctas: CTAs of the cluster whose arrivals land on one barrier of that side.
+        ordered_by: the edge whose handshake already tells the producer that a slot is free; then
+            this edge is one-way and has full barriers only.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Edge:
     cta_group: int = 1
     src_ctas: int = 1
     dst_ctas: int = 1
+    ordered_by: str | None = None
 
     def __post_init__(self) -> None:
         for side, roles in (("src", self.sources), ("dst", self.sinks)):
@@ -123,6 +126,11 @@ class Edge:
             )
 
     @property
+    def one_way(self) -> bool:
+        """Whether there is no empty barrier."""
+        return self.ordered_by is not None
+
+    @property
     def sources(self) -> tuple[str, ...]:
         return (self.src,) if isinstance(self.src, str) else self.src
 
@@ -148,9 +156,10 @@ class Edge:
 
 
 def _arrivals(warps: WarpPlan, role: str, by: Arrive) -> int:
+    teams = warps[role].teams  # one of them serves a slot
     return {
-        Arrive.THREADS: warps[role].threads,
-        Arrive.WARPS: len(warps[role].warps),
+        Arrive.THREADS: warps[role].threads // teams,
+        Arrive.WARPS: len(warps[role].warps) // teams,
         Arrive.ONE: 1,
     }[by]
 
@@ -209,13 +218,21 @@ class Topology:
     @property
     def mbarrier_bytes(self) -> int:
         """SMEM of all full and empty barriers."""
-        return sum(2 * MBARRIER_BYTES * e.stages for e in self.edges)
+        return sum((1 if e.one_way else 2) * MBARRIER_BYTES * e.stages for e in self.edges)
 
     def check(self, warps: WarpPlan, smem: SmemPlan) -> None:
         """Raise PlanError unless every role and field exists and every count fits an mbarrier or
         a named barrier.
         """
         for e in self.edges:
+            if e.one_way:
+                self[e.ordered_by]  # raises for an unknown edge
+            for role in (*e.sources, *e.sinks):
+                if warps[role].teams not in (1, e.stages):
+                    raise PlanError(
+                        f"edge {e.name!r} has {e.stages} stages; role {role!r} has "
+                        f"{warps[role].teams} teams, and team t serves stage t"
+                    )
             counts = (*e.arrivals(warps), e.tx_bytes(smem))
             if max(counts) > MBARRIER_MAX:
                 raise PlanError(

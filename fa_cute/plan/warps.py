@@ -20,12 +20,14 @@ class Role:
     """Warps ``[start, stop)`` of the CTA run one body with ``regs`` registers a thread.
 
     Roles may share a warpgroup only with equal ``regs``: ``setmaxnreg`` acts on whole warpgroups.
+    A role of several ``teams`` splits its warps evenly; team t alone serves slot t of the role's edges.
     """
 
     name: str
     start: int
     stop: int
     regs: int
+    teams: int = 1
 
     @property
     def warps(self) -> range:
@@ -81,6 +83,10 @@ class WarpPlan:
                 raise PlanError(
                     f"role {role.name!r} has warps [{role.start}, {role.stop}); "
                     f"roles are contiguous and not empty: it starts at warp {at}"
+                )
+            if role.teams < 1 or len(role.warps) % role.teams:
+                raise PlanError(
+                    f"role {role.name!r}: {len(role.warps)} warps in {role.teams} teams; equal teams"
                 )
             at = role.stop
         if at > CTA_WARPS_MAX:
