@@ -19,8 +19,9 @@ CTA_WARPS_MAX = 32
 class Role:
     """Warps ``[start, stop)`` of the CTA run one body with ``regs`` registers a thread.
 
-    Roles may share a warpgroup only with equal ``regs``: ``setmaxnreg`` acts on whole warpgroups.
-    A role of several ``teams`` splits its warps evenly; team t alone serves slot t of the role's edges.
+    Roles may share a warpgroup only with equal ``regs``: ``setmaxnreg`` acts on whole warpgroups. A
+    role of several ``teams`` splits its warps evenly; team t alone serves slot t of the role's
+    edges.
     """
 
     name: str
@@ -86,7 +87,8 @@ class WarpPlan:
                 )
             if role.teams < 1 or len(role.warps) % role.teams:
                 raise PlanError(
-                    f"role {role.name!r}: {len(role.warps)} warps in {role.teams} teams; equal teams"
+                    f"role {role.name!r}: {len(role.warps)} warps in {role.teams} teams; equal "
+                    "teams"
                 )
             at = role.stop
         if at > CTA_WARPS_MAX:
