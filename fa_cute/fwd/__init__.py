@@ -1,0 +1,1 @@
+"""Forward kernels, one package per architecture; they share only `args`."""

@@ -1,0 +1,51 @@
+"""What every forward kernel is traced with: the static part of a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError
+from ..ops import mask
+
+ELEMENT_BYTES = 2
+DTYPES = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class FwdSpec:
+    """Static part of a forward problem.
+
+    Tensors are as the user holds them: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k,
+    heads_kv, head_dim or head_dim_v), out like q, lse (batch, heads, seqlen_q) fp32.  Lengths and strides
+    are dynamic.
+    """
+
+    dtype: str  # of q, k, v and out
+    head_dim: int
+    head_dim_v: int
+    causal: bool  # bottom-right aligned
+    qhead_per_kvhead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise PlanError(f"dtype {self.dtype!r}; one of {DTYPES}")
+        if self.qhead_per_kvhead < 1:
+            raise PlanError(f"qhead_per_kvhead {self.qhead_per_kvhead}; at least 1")
+
+    @property
+    def element(self) -> Any:
+        """The DSL's element type."""
+        import cutlass
+
+        return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[self.dtype]
+
+    @property
+    def mask(self) -> mask.Band:
+        """Which keys a query sees."""
+        return mask.causal() if self.causal else mask.full()
+
+    @property
+    def kv_bytes_per_row(self) -> int:
+        """Bytes of one key and its value."""
+        return (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
