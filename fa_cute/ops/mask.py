@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.ops.arith import at_most, ceil_div, hi, lo
+from .arith import at_most, ceil_div, hi, lo
 
 
 @dataclass(frozen=True)

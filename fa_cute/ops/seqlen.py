@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.ops.arith import ceil_div
+from .arith import ceil_div
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ Frozen values that check themselves without a GPU and without the DSL; a kernel 
 
 from __future__ import annotations
 
-from fa_cute.plan.smem import SmemField, SmemPlan
-from fa_cute.plan.tmem import TmemPlan, TmemRegion
-from fa_cute.plan.topology import Arrive, Barrier, Edge, Topology, Via
-from fa_cute.plan.verify import verify
-from fa_cute.plan.warps import Role, WarpPlan
+from .smem import SmemField, SmemPlan
+from .tmem import TmemPlan, TmemRegion
+from .topology import Arrive, Barrier, Edge, Topology, Via
+from .verify import verify
+from .warps import Role, WarpPlan
 
 __all__ = [
     "Arrive",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_cute.plan.smem import SmemPlan
-from fa_cute.plan.tmem import TmemPlan
-from fa_cute.plan.topology import Topology
-from fa_cute.plan.warps import WarpPlan
+from .smem import SmemPlan
+from .tmem import TmemPlan
+from .topology import Topology
+from .warps import WarpPlan
 
 MAP_WIDTH = 64  # characters of a memory map
 

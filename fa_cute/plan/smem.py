@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa_cute.errors import PlanError
+from ..errors import PlanError
 
 # Largest pattern of a 128-byte swizzle: 8 rows of 128 bytes. TMA and UMMA operands start on it.
 SWIZZLE_ALIGN = 1024

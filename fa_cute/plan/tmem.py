@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa_cute.errors import PlanError
+from ..errors import PlanError
 
 TMEM_COLS = 512
 ALLOC_MIN = 32

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from fa_cute.errors import PlanError
-from fa_cute.plan.smem import SmemPlan
-from fa_cute.plan.warps import WarpPlan
+from ..errors import PlanError
+from .smem import SmemPlan
+from .warps import WarpPlan
 
 MBARRIER_BYTES = 8
 # PTX ISA: expected arrivals and tx-count of an mbarrier are at most 2^20 - 1.

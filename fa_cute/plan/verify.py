@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_cute.arch import Arch
-from fa_cute.errors import PlanError
+from ..arch import Arch
+from ..errors import PlanError
 
 
 def verify(plan: Any, arch: Arch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa_cute.errors import PlanError
+from ..errors import PlanError
 
 WARP_THREADS = 32
 WARPGROUP_WARPS = 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_cute.errors import PlanError
-from fa_cute.sched.base import Linear, Order, Scheduler, Tile, TileSpace, Walk, here
-from fa_cute.sched.dynamic import Dynamic
-from fa_cute.sched.lpt import Lpt, LptPersistent, Sections, sectioned
-from fa_cute.sched.persistent import Persistent
-from fa_cute.sched.single import Single
-from fa_cute.sched.spt import Ascending, Spt
+from ..errors import PlanError
+from .base import Linear, Order, Scheduler, Tile, TileSpace, Walk, here
+from .dynamic import Dynamic
+from .lpt import Lpt, LptPersistent, Sections, sectioned
+from .persistent import Persistent
+from .single import Single
+from .spt import Ascending, Spt
 
 NAMES: dict[str, type] = {
     "single": Single,

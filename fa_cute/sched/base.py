@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fa_cute.ops.arith import lo
+from ..ops.arith import lo
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.sched.base import Walk
-from fa_cute.sched.lpt import LptPersistent
+from .base import Walk
+from .lpt import LptPersistent
 
 
 @dataclass(frozen=True)

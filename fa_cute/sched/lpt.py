@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa_cute.ops.arith import at_most, hi, lo
-from fa_cute.sched.base import Tile, TileSpace, Walk, capped, grid_of
+from ..ops.arith import at_most, hi, lo
+from .base import Tile, TileSpace, Walk, capped, grid_of
 
 # What a section may fill. The L2 of H100 and H200; on larger ones more sections than needed cost
 # nothing measurable.

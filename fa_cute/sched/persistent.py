@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.sched.base import Linear, Walk, capped, grid_of
+from .base import Linear, Walk, capped, grid_of
 
 
 @dataclass(frozen=True)

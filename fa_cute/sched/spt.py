@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.ops.mask import Band, Blocks, kv_blocks
-from fa_cute.sched.base import Tile, Walk, grid_of
-from fa_cute.sched.lpt import Sections
+from ..ops.mask import Band, Blocks, kv_blocks
+from .base import Tile, Walk, grid_of
+from .lpt import Sections
 
 
 def descends(mask: Band) -> bool:

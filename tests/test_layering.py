@@ -1,0 +1,150 @@
+"""Who may import whom: lower layers never know higher ones, and torch stays at the front door."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import pytest
+
+from . import tree
+
+BASE = ("arch", "errors", "log")
+PURE_OPS = ("ops.arith", "ops.mask", "ops.score", "ops.seqlen")
+KERNEL = (*BASE, "plan", "ops", "sched")
+FRONT = (*KERNEL, "fwd", "bwd", "problem", "tune", "compile", "resources")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What modules under ``prefix`` may import: ours by prefix, others by top-level name.
+
+    ``lazy`` are top-level names that only a running function may import.
+    """
+
+    prefix: str
+    ours: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    lazy: tuple[str, ...] = ()
+
+
+# The longest matching prefix decides; a module may always import from its own prefix.
+RULES = (
+    Rule("__init__", ("errors",)),
+    Rule("errors"),
+    Rule("log", ("errors",), lazy=("cutlass",)),
+    Rule("arch", ("errors",)),
+    Rule("plan", BASE),
+    Rule("ops.__init__"),
+    *(Rule(name, (*BASE, *PURE_OPS), lazy=("cutlass",)) for name in PURE_OPS),
+    Rule("ops", (*BASE, "plan"), ("cutlass",)),
+    Rule("sched", (*BASE, *PURE_OPS), lazy=("cutlass",)),
+    Rule("fwd", KERNEL, ("cutlass", "cuda")),
+    *(
+        Rule(f"fwd.{sm}", (*KERNEL, "fwd.args"), ("cutlass", "cuda"))
+        for sm in ("sm80", "sm90", "sm100")
+    ),
+    Rule("bwd", KERNEL, ("cutlass", "cuda")),
+    *(
+        Rule(
+            f"bwd.{sm}",
+            (*KERNEL, "bwd.args", "bwd.preprocess", "bwd.postprocess"),
+            ("cutlass", "cuda"),
+        )
+        for sm in ("sm80", "sm90", "sm100")
+    ),
+    Rule("sim", BASE, ("numpy", "tqdm"), ("cutlass", "torch", "tvm_ffi", "matplotlib", "cuda")),
+    Rule("resources", (*BASE, "plan")),
+    Rule("reference", (*BASE,), ("torch",)),
+    Rule("problem", (*BASE, *PURE_OPS), ("torch",)),
+    Rule("tune", (*KERNEL, "fwd", "bwd", "problem")),
+    Rule("cache", BASE),
+    # Compiled host code is saved and loaded by the simulator's intercept, so compile knows it too.
+    Rule("compile", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
+    Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
+    Rule("api", (*FRONT, "cache", "launch", "reference"), ("torch",), ("cutlass",)),
+    Rule(
+        "cli", (*FRONT, "launch", "reference", "api", "sim", "__init__"), (), ("torch", "cutlass")
+    ),
+    Rule("__main__", ("cli",)),
+)
+STDLIB = frozenset(__import__("sys").stdlib_module_names)
+
+
+def under(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def rule_of(module: str) -> Rule | None:
+    fitting = [r for r in RULES if under(module, r.prefix)]
+    return max(fitting, key=lambda r: len(r.prefix), default=None)
+
+
+def offences(module: str, found: list[tree.Import]) -> list[str]:
+    """What a module (named below the package) must not import."""
+    rule = rule_of(module)
+    if rule is None:
+        return [f"{module} has no row in RULES: say which layer it belongs to"]
+    bad = []
+    for imp in found:
+        top, _, rest = imp.module.partition(".")
+        if top == tree.PACKAGE:
+            rest = rest or "__init__"
+            if any(under(rest, p) for p in (*rule.ours, rule.prefix)):
+                continue
+            bad.append(f"{module}:{imp.line} imports {rest}; allowed: {[*rule.ours, rule.prefix]}")
+        elif top not in STDLIB and top not in rule.others:
+            if top not in rule.lazy:
+                bad.append(f"{module}:{imp.line} imports {imp.module}; allowed: {rule.others}")
+            elif not imp.lazy:
+                bad.append(
+                    f"{module}:{imp.line} imports {imp.module} at import time; only inside a function"
+                )
+    return bad
+
+
+def test_no_module_imports_above_its_layer() -> None:
+    bad = []
+    for path in tree.sources(tree.PACKAGE):
+        name = tree.module_name(path)
+        bad += offences(name.partition(".")[2], tree.imports(tree.parsed(path), name))
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "words"),
+    [
+        ("plan.warps", "from ..fwd.sm100 import plan", "imports fwd.sm100"),
+        ("plan.warps", "import cutlass", "imports cutlass"),
+        ("ops.mask", "import cutlass", "only inside a function"),
+        ("ops.mask", "from .softmax import Softmax", "imports ops.softmax"),
+        ("fwd.sm90.kernel", "from ..sm100.plan import Config", "imports fwd.sm100.plan"),
+        ("fwd.sm90.kernel", "from fa_cute.bwd.args import A", "imports bwd.args"),
+        ("fwd.sm100.load", "import torch", "imports torch"),
+        ("sim.machine", "from fa_cute.plan import show", "imports fa_cute.plan"),
+        ("sim.host", "import torch", "only inside a function"),
+        ("api", "from .sim import session", "imports sim"),
+        ("nowhere", "", "no row in RULES"),
+    ],
+)
+def test_a_wrong_import_is_reported(module: str, source: str, words: str) -> None:
+    found = tree.imports(ast.parse(source), f"{tree.PACKAGE}.{module}")
+    report = offences(module, found)
+    assert len(report) == 1, report
+    assert words.replace("fa_cute.", "") in report[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ops.arith", "def f():\n    import cutlass"),
+        (
+            "fwd.sm100.kernel",
+            "from ..args import FwdSpec\nfrom ...plan import verify\nimport cutlass.cute",
+        ),
+        ("launch", "def f():\n    from .sim import session"),
+        ("sim.host", "import numpy\ndef f():\n    import torch"),
+    ],
+)
+def test_a_right_import_is_not(module: str, source: str) -> None:
+    assert not offences(module, tree.imports(ast.parse(source), f"{tree.PACKAGE}.{module}"))
