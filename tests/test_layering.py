@@ -98,7 +98,8 @@ def offences(module: str, found: list[tree.Import]) -> list[str]:
                 bad.append(f"{module}:{imp.line} imports {imp.module}; allowed: {rule.others}")
             elif not imp.lazy:
                 bad.append(
-                    f"{module}:{imp.line} imports {imp.module} at import time; only inside a function"
+                    f"{module}:{imp.line} imports {imp.module} at import time; "
+                    "only inside a function"
                 )
     return bad
 

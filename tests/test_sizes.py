@@ -13,12 +13,11 @@ FUNCTION_LINES = 120
 PARAMETERS = 8
 
 # Signatures that others decided: (module, function) -> why.
+KNOWN = "the arguments that users of attention libraries know"
 MORE_PARAMETERS = {
-    ("fa_cute.api", "flash_attn_func"): "the arguments that users of attention libraries know",
-    (
-        "fa_cute.api",
-        "flash_attn_varlen_func",
-    ): "the arguments that users of attention libraries know",
+    ("fa_cute.api", "flash_attn_func"): KNOWN,
+    ("fa_cute.api", "flash_attn_varlen_func"): KNOWN,
+    ("fa_cute.api", "can_use"): "answers for exactly the arguments of flash_attn_func",
 }
 
 
