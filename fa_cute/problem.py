@@ -54,6 +54,23 @@ class AttnProblem:
         return min(self.batch, self.seqlen_q, self.seqlen_k) > 0
 
     @classmethod
+    def typical(cls, dtype, head_dims, *, qhead_per_kvhead=1, **options) -> AttnProblem:
+        """A small problem of one kind, for questions that have no tensors."""
+        dtypes = {name: d for d, name in DTYPE_NAMES.items()}
+        if dtype not in DTYPE_NAMES and dtype not in dtypes:
+            raise ArgumentError(f"dtype is {dtype!r}; allowed: {', '.join(dtypes)} or torch dtypes")
+        dtype = dtypes.get(dtype, dtype)
+        for name, value in (("head_dim", head_dims[0]), ("head_dim_v", head_dims[1])):
+            check_count(name, value)
+        check_count("qhead_per_kvhead", qhead_per_kvhead)
+        q = torch.empty(1, 1, qhead_per_kvhead, head_dims[0], dtype=dtype, device="meta")
+        k = torch.empty(1, 1, 1, head_dims[0], dtype=dtype, device="meta")
+        v = torch.empty(1, 1, 1, head_dims[1], dtype=dtype, device="meta")
+        if options.pop("sink", False):
+            options["sink"] = torch.empty(qhead_per_kvhead, device="meta")
+        return cls.of(q, k, v, **options)
+
+    @classmethod
     def of(
         cls,
         q,
@@ -117,6 +134,12 @@ def check_number(name: str, value, default: float) -> float:
     if not math.isfinite(value):
         raise ArgumentError(f"{name} is {value}; it must be finite")
     return float(value)
+
+
+def check_count(name: str, value) -> None:
+    """A positive int."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ArgumentError(f"{name} is {value!r}; it must be a positive int")
 
 
 def normalise_window(window_size, causal: bool) -> tuple[int | None, int | None]:

@@ -25,7 +25,7 @@ from .. import arch as arches
 from ..errors import SimError
 from .host_object import HostObject
 from .host_patch import Patches, patch_dsl
-from .host_runtime import HostProgram
+from .host_runtime import HostProgram, NoSessionError
 from .host_tensors import CudaLooking, Extent, extent_of, map_tensors
 
 _MAGIC = b"fa_cute host function 1\n"
@@ -102,7 +102,7 @@ class Session:
     def launch_in_current(*args) -> None:
         """What compiled code calls: it may have been compiled in an earlier session."""
         if _current is None:
-            raise SimError("a simulated kernel was launched outside a session")
+            raise NoSessionError("a simulated kernel was launched outside a session")
         _current.launch(*args)
 
     @staticmethod
@@ -133,6 +133,20 @@ def session(arch="sm_100a", *, schedule=None, dsl: bool = True, **options):
             yield new
         finally:
             _current = None
+
+
+def current() -> Session | None:
+    """The session whose `with` is open, if one is."""
+    return _current
+
+
+@contextlib.contextmanager
+def compiling(arch):
+    """Compile functions for a simulated `arch` inside the `with`; they run in later sessions."""
+    with Patches() as patches:
+        new = Session(arch)
+        patch_dsl(patches, new)
+        yield new
 
 
 class HostFunction:

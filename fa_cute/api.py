@@ -1,0 +1,294 @@
+"""The public functions: attention on CUDA tensors, and on CPU tensors through the simulator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from . import arch as archs
+from . import launch, reference, tune
+from .arch import Arch
+from .errors import ArgumentError, DeterminismError, UnsupportedError
+from .problem import AttnProblem, check_layout, describe
+
+BACKENDS = ("auto", "cuda", "sim", "reference")
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer of `supports` and `can_use`: true when the call would run."""
+
+    ok: bool
+    reasons: tuple[str, ...]  # why not; empty when ok
+    arch: str | None  # None for the reference
+    kernel: str | None  # the class of the forward kernel
+    deterministic: bool  # the same input gives the same bits, whatever else runs
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    learnable_sink=None,
+    deterministic=None,
+    *,
+    return_lse=False,
+    backend="auto",
+):
+    """Exact attention ``softmax(q k^T * softmax_scale) v`` without materialising the scores.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim) bf16 or fp16, last dimension contiguous, every row and
+            the first element at a multiple of 16 bytes; any other strides.
+        k, v: (batch, seqlen_k, heads_kv, head_dim / head_dim_v), same dtype, device and alignment;
+            ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
+        softmax_scale: factor on the scores, default ``head_dim ** -0.5``.
+        causal: query i sees keys j <= i + seqlen_k - seqlen_q (bottom-right aligned).
+        window_size: (left, right) keys seen on each side of that diagonal, -1 or None for no limit;
+            ``causal`` sets the right side to 0.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
+        learnable_sink: (heads,) a further logit per head that has no value, or None.
+        deterministic: ask for bitwise repeatable gradients. None follows
+            ``torch.are_deterministic_algorithms_enabled()``, FA_CUTE_DETERMINISTIC=1 and
+            FLASH_ATTENTION_DETERMINISTIC=1. The forward always is.
+        return_lse: also return the natural log of each row's sum of exponentials.
+        backend: "auto" (CUDA tensors: "cuda"; CPU tensors: "sim", the simulator; overridden by
+            FA_CUTE_BACKEND), or one of "cuda", "sim", "reference" (plain torch, any dtype).
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, or (out, lse) with lse
+        (batch, heads, seqlen_q) float32. Rows that see no key are 0, their lse -inf.
+
+    Raises:
+        ArgumentError: tensors or scalars that do not fit together; a ValueError.
+        UnsupportedError: valid, but no kernel here does it; the message says what and what does.
+        DeterminismError: determinism asked for where it cannot be given.
+
+    Source: Dao et al., FlashAttention 1 to 4; tile shapes and register budgets from ``tune.py``.
+    """
+    problem = AttnProblem.of(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sink=learnable_sink,
+    )
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(f"return_lse is {return_lse!r}; it must be True or False")
+    wants_determinism(deterministic)
+    backend = resolve_backend(backend, problem, q)
+    if backend == "reference":
+        out, lse = _reference(q, k, v, learnable_sink, problem)
+    else:
+        arch = arch_of(q.device)
+        grad = wants_grad(q, k, v, learnable_sink)
+        reasons = tune.missing_forward(problem, arch) + (
+            tune.missing_backward(arch) if grad else ()
+        )
+        if reasons:
+            raise UnsupportedError(refusal(problem, arch, reasons))
+        check_layout(q=q, k=k, v=v)
+        out, lse = _forward(q, k, v, problem, arch, backend)
+    return (out, lse) if return_lse else out
+
+
+def can_use(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    learnable_sink=None,
+    deterministic=None,
+    *,
+    backend="auto",
+) -> Support:
+    """Whether `flash_attn_func` would run this call, and if not, every reason; raises nothing.
+
+    Takes the arguments of `flash_attn_func`; never reads the data.
+    """
+    try:
+        problem = AttnProblem.of(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sink=learnable_sink,
+        )
+        wants_determinism(deterministic)
+        backend = resolve_backend(backend, problem, q)
+        if backend == "reference":
+            return Support(True, (), None, None, True)
+        arch = arch_of(q.device)
+    except (ArgumentError, UnsupportedError, DeterminismError) as error:
+        return Support(False, (str(error),), None, None, False)
+    reasons = tune.missing_forward(problem, arch)
+    if wants_grad(q, k, v, learnable_sink):
+        reasons += tune.missing_backward(arch)
+    try:
+        check_layout(q=q, k=k, v=v)
+    except (ArgumentError, UnsupportedError) as error:
+        reasons += (str(error),)
+    return _support(reasons, problem, arch)
+
+
+def supports(
+    *,
+    arch=None,
+    dtype="bf16",
+    head_dim=128,
+    head_dim_v=None,
+    causal=False,
+    qhead_per_kvhead=1,
+    backward=False,
+    **options,
+) -> Support:
+    """The same answer without tensors: is there a kernel for this kind of problem?
+
+    Args:
+        arch: "sm_100a", "sm_90a", ...; None for what `flash_attn_func` simulates CPU tensors on.
+        dtype: "bf16", "fp16" or a torch dtype.
+        head_dim, head_dim_v: sizes of a head of q and k, and of v (None: the same).
+        qhead_per_kvhead: heads / heads_kv.
+        backward: also ask for the gradient.
+        options: softmax_scale, window_size, softcap, sink (bool) as in `flash_attn_func`.
+    """
+    target = default_arch() if arch is None else archs.get(arch)
+    problem = AttnProblem.typical(
+        dtype,
+        (head_dim, head_dim if head_dim_v is None else head_dim_v),
+        causal=causal,
+        qhead_per_kvhead=qhead_per_kvhead,
+        **options,
+    )
+    reasons = tune.missing_forward(problem, target)
+    if backward:
+        reasons += tune.missing_backward(target)
+    return _support(reasons, problem, target)
+
+
+def _support(reasons: tuple[str, ...], problem: AttnProblem, arch: Arch) -> Support:
+    kernel = tune.kernel_name(problem, arch) if not reasons else None
+    return Support(not reasons, reasons, arch.name, kernel, not reasons)
+
+
+def refusal(problem: AttnProblem, arch: Arch, reasons: tuple[str, ...]) -> str:
+    """The text of an UnsupportedError: every reason, what there is, what to do."""
+    lines = "\n".join(f"  {reason}" for reason in reasons)
+    return (
+        f"flash_attn_func has no kernel for this call on {arch.name}:\n{lines}\n"
+        f"implemented on {arch.name}: {tune.summary(arch)}; backend='reference' runs everything"
+    )
+
+
+def wants_grad(*tensors) -> bool:
+    """Whether autograd would record this call."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def wants_determinism(deterministic) -> bool:
+    """The argument, or where it is None what torch and the environment ask for."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled() or any(
+            os.environ.get(name, "") == "1"
+            for name in ("FA_CUTE_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
+        )
+    if not isinstance(deterministic, bool):
+        raise ArgumentError(f"deterministic is {deterministic!r}; it must be True, False or None")
+    return deterministic
+
+
+def resolve_backend(backend, problem: AttnProblem, q) -> str:
+    """The backend that runs this call: never "auto"."""
+    asked = backend
+    if backend == "auto":
+        backend = os.environ.get("FA_CUTE_BACKEND", "").strip().lower() or "auto"
+        asked = f"{backend} (from FA_CUTE_BACKEND)"
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend is {asked!r}; allowed: {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = {"cpu": "sim", "cuda": "cuda"}.get(problem.device)
+        if backend is None:
+            raise UnsupportedError(
+                f"there are no kernels for tensors on {q.device}; "
+                "use CUDA or CPU tensors, or backend='reference'"
+            )
+    needs = {"sim": "cpu", "cuda": "cuda"}.get(backend, problem.device)
+    if problem.device != needs:
+        raise ArgumentError(
+            f"backend='{asked}' needs {needs.upper()} tensors; q is on {q.device}; "
+            "use backend='auto' to follow the tensors"
+        )
+    return backend
+
+
+def default_arch() -> Arch:
+    """What CPU tensors are simulated on: the open session's, else FA_CUTE_ARCH, else sm_100a."""
+    session = launch.simulated_arch()
+    if session is not None:
+        return session
+    return archs.get(os.environ.get("FA_CUTE_ARCH", "").strip() or archs.DEFAULT)
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The architecture that a device's tensors run on."""
+    if device.type == "cpu":
+        return default_arch()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _cuda_arch(index)
+
+
+@cache
+def _cuda_arch(index: int) -> Arch:
+    return archs.of_capability(*launch.capability(index))
+
+
+def _reference(q, k, v, sink, problem: AttnProblem):
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out, lse = reference.attention(
+        q,
+        k,
+        v,
+        problem.softmax_scale,
+        problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+        sink=sink,
+        dtype=dtype,
+    )
+    return out.to(q.dtype), lse.float()
+
+
+def _forward(q, k, v, problem: AttnProblem, arch: Arch, backend: str):
+    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(
+        (problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device
+    )
+    if problem.has_work:
+        launch.forward((q.detach(), k.detach(), v.detach(), out, lse), problem, arch, backend)
+    else:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    return out, lse
+
+
+__all__ = ["Support", "can_use", "describe", "flash_attn_func", "supports"]

@@ -1,0 +1,86 @@
+"""Run a compiled kernel: on the tensors' CUDA device, or on CPU tensors in the simulator."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from . import compile, tune
+from .arch import Arch
+from .errors import FaCuteError
+from .problem import AttnProblem
+
+_one_machine = threading.RLock()  # a process simulates one machine at a time
+
+
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a CUDA device, by its index in this process."""
+    from cuda.bindings import driver
+
+    def ask(attribute) -> int:
+        status, value = driver.cuDeviceGetAttribute(attribute, device)
+        _check(status)
+        return value
+
+    _check(driver.cuInit(0)[0])
+    status, device = driver.cuDeviceGet(index)
+    _check(status)
+    names = driver.CUdevice_attribute
+    return (
+        ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+        ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+    )
+
+
+def _check(status) -> None:
+    if int(status) != 0:
+        raise FaCuteError(f"the CUDA driver answered {status}")
+
+
+def forward(tensors, problem: AttnProblem, arch: Arch, backend: str) -> None:
+    """Fill out and lse of ``tensors`` = (q, k, v, out, lse), which are as the caller holds them."""
+    spec = tune.forward_spec(problem)
+    cfg = tune.forward(spec, arch)
+    kernel = compile.forward(cfg, spec, arch, backend)
+    args = (*map(plain_strides, tensors), problem.softmax_scale)
+    if backend == "sim":
+        _simulate(kernel, args, arch)
+        return
+    with torch.cuda.device(tensors[0].device):
+        kernel(*args)
+
+
+def simulated_arch() -> Arch | None:
+    """The architecture of the simulator session that is open, if one is."""
+    host = sys.modules.get("fa_cute.sim.host")
+    session = host.current() if host is not None else None
+    return None if session is None else session.arch
+
+
+def _simulate(kernel, args, arch: Arch) -> None:
+    from .sim import host
+
+    with _one_machine:
+        if host.current() is not None:
+            kernel(*args)
+            return
+        with host.session(arch, dsl=False):
+            kernel(*args)
+
+
+def plain_strides(t: torch.Tensor) -> torch.Tensor:
+    """The same elements with the strides of dimensions of size 1 replaced.
+
+    torch leaves those strides arbitrary, while the kernels declare every stride a multiple of 16
+    bytes.
+    """
+    if 1 not in t.shape:
+        return t
+    strides, packed = list(t.stride()), 1
+    for dim in reversed(range(t.ndim)):
+        if t.shape[dim] == 1:
+            strides[dim] = packed
+        packed = max(packed, strides[dim] * t.shape[dim])
+    return t if strides == list(t.stride()) else t.as_strided(t.shape, strides)

@@ -1,0 +1,163 @@
+"""Which kernel runs a problem, and how it is configured: support matrix and compile key at once.
+
+A row says for which architectures, head dims and masks a frozen config is used. A config checks its
+plan against the architecture when it is made, so a row that does not fit fails on import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .arch import ARCHS, Arch
+from .errors import UnsupportedError
+from .fwd.args import FwdSpec
+from .fwd.sm100.plan import FwdConfig as FwdSm100Config
+
+if TYPE_CHECKING:
+    from .problem import AttnProblem
+
+DTYPES = ("bf16", "fp16")
+KERNELS = {  # family -> module and class of the forward kernel; imported when a kernel is compiled
+    "sm90": ("fa_cute.fwd.sm90.kernel", "FwdSm90"),
+    "sm100": ("fa_cute.fwd.sm100.kernel", "FwdSm100"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: where it applies, and the config of the kernel."""
+
+    arches: tuple[str, ...]
+    head_dim: int
+    head_dim_v: int
+    causal: bool | None  # None: both
+    cfg: Any
+
+    def covers(self, arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> bool:
+        """Whether this row configures such a problem."""
+        return (
+            arch.name in self.arches
+            and (head_dim, head_dim_v) == (self.head_dim, self.head_dim_v)
+            and self.causal in (None, causal)
+        )
+
+    def __str__(self) -> str:
+        mask = {None: "any", True: "causal", False: "full"}[self.causal]
+        dims = f"{self.head_dim}" + (
+            f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
+        )
+        return f"{'+'.join(self.arches)}-d{dims}-{mask}"
+
+
+def _sm100_forward() -> tuple[Row, ...]:
+    """Register budgets and the share of exp2 on the FMA pipe, per head dim and mask.
+
+    sm_103a has twice the exponential units of sm_100a and computes all of them there.
+    """
+    rows = []
+    for arch in ("sm_100a", "sm_103a"):
+        for head_dim in (64, 96, 128):
+            softmax = 200 if head_dim < 96 else 192
+            for causal, correction in ((True, 72), (False, 80)):
+                cfg = FwdSm100Config(
+                    arch=arch,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    softmax_regs=softmax,
+                    correction_regs=64 if head_dim < 96 else correction,
+                    scheduler="lpt" if causal else "persistent",
+                )
+                rows.append(Row((arch,), head_dim, head_dim, causal, cfg))
+    return tuple(rows)
+
+
+FWD: tuple[Row, ...] = _sm100_forward()
+
+
+def row_forward(arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> Row | None:
+    """The first row that covers a problem."""
+    for row in FWD:
+        if row.covers(arch, head_dim, head_dim_v, causal):
+            return row
+    return None
+
+
+def forward(spec: FwdSpec, arch: Arch):
+    """The config of the forward kernel for a spec."""
+    row = row_forward(arch, spec.head_dim, spec.head_dim_v, spec.causal)
+    if row is None:
+        raise UnsupportedError(
+            f"{_dims(spec.head_dim, spec.head_dim_v)} is not implemented on {arch.name}; "
+            f"implemented: {summary(arch)}"
+        )
+    return row.cfg
+
+
+def forward_spec(problem: AttnProblem) -> FwdSpec:
+    """The static part of a problem: what the forward kernel is traced with."""
+    return FwdSpec(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        causal=problem.causal,
+        qhead_per_kvhead=problem.qhead_per_kvhead,
+    )
+
+
+def kernel_name(problem: AttnProblem, arch: Arch) -> str:
+    """The class of the forward kernel that runs a problem."""
+    return KERNELS[arch.family][1]
+
+
+def missing_forward(problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
+    """Why the forward of a valid problem has no kernel here; empty when it has one."""
+    head_dims = sorted({(r.head_dim, r.head_dim_v) for r in FWD if arch.name in r.arches})
+    if not head_dims:
+        ready = [a.name for a in ARCHS.values() if any(a.name in r.arches for r in FWD)]
+        return (f"{arch.name} has no forward kernel; architectures that have: {', '.join(ready)}",)
+    reasons = []
+    if problem.dtype not in DTYPES:
+        reasons.append(f"dtype {problem.dtype}: implemented: {', '.join(DTYPES)}")
+    dims = (problem.head_dim, problem.head_dim_v)
+    if row_forward(arch, *dims, problem.causal) is None:
+        larger = [d for d in head_dims if d[0] >= dims[0] and d[1] >= dims[1]]
+        hint = f"; pad to {_dims(*min(larger))}" if larger else ""
+        reasons.append(
+            f"{_dims(*dims)}: implemented: {', '.join(_dims(*d) for d in head_dims)}{hint}"
+        )
+    if problem.window != (None, 0 if problem.causal else None):
+        reasons.append(f"window_size={problem.window}: only no limit is implemented")
+    if problem.softcap:
+        reasons.append(f"softcap={problem.softcap}: only 0 is implemented")
+    if problem.has_sink:
+        reasons.append("learnable_sink: only None is implemented")
+    if problem.softmax_scale <= 0:
+        reasons.append(f"softmax_scale={problem.softmax_scale}: only positive ones are implemented")
+    return tuple(reasons)
+
+
+def missing_backward(arch: Arch) -> tuple[str, ...]:
+    """Why there is no gradient on this architecture."""
+    return (
+        f"requires_grad: {arch.name} has no backward kernel; use torch.no_grad() or .detach() for "
+        "the forward alone",
+    )
+
+
+def summary(arch: Arch) -> str:
+    """What the forward of an architecture covers, in one line."""
+    rows = [r for r in FWD if arch.name in r.arches]
+    if not rows:
+        return "nothing"
+    dims = sorted({(r.head_dim, r.head_dim_v) for r in rows})
+    return (
+        f"{'/'.join(DTYPES)}, {', '.join(_dims(*d) for d in dims)}, full and causal, MHA/GQA/MQA, "
+        "any seqlens"
+    )
+
+
+def _dims(head_dim: int, head_dim_v: int) -> str:
+    return f"head_dim {head_dim}" + (
+        f" with head_dim_v {head_dim_v}" if head_dim_v != head_dim else ""
+    )
