@@ -18,6 +18,8 @@ MORE_PARAMETERS = {
     ("fa_cute.api", "flash_attn_func"): KNOWN,
     ("fa_cute.api", "flash_attn_varlen_func"): KNOWN,
     ("fa_cute.api", "can_use"): "answers for exactly the arguments of flash_attn_func",
+    ("fa_cute.reference", "attention"): KNOWN,
+    ("fa_cute.reference", "gradients"): KNOWN,
 }
 
 
