@@ -1,6 +1,6 @@
 """A plan as text for people and as a dict for tools.
 
-``plan`` is any object with ``warps, topology, smem`` and ``tmem`` (None without tensor memory).
+``plan`` is any object with ``warps, topology, smem`` and ``tmem`` (None or missing without tensor memory).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def text(plan: Any, title: str = "") -> str:
     parts.append(edges_text(plan.topology, plan.warps, plan.smem))
     if plan.topology.barriers:
         parts.append(barriers_text(plan.topology, plan.warps))
-    if plan.tmem is not None:
-        parts.append(tmem_text(plan.tmem))
+    if (tmem := getattr(plan, "tmem", None)) is not None:
+        parts.append(tmem_text(tmem))
     parts.append(smem_text(plan.smem))
     return "\n\n".join(parts) + "\n"
 
@@ -108,7 +108,8 @@ def smem_text(smem: SmemPlan) -> str:
 
 def to_dict(plan: Any) -> dict[str, Any]:
     """The plan in JSON types: roles, edges with arrivals and bytes, barriers, memory maps."""
-    warps, topology, smem, tmem = plan.warps, plan.topology, plan.smem, plan.tmem
+    warps, topology, smem = plan.warps, plan.topology, plan.smem
+    tmem = getattr(plan, "tmem", None)
     edges = []
     for e in topology.edges:
         producer, consumer = e.arrivals(warps)

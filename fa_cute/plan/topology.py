@@ -215,6 +215,10 @@ class Topology:
         """The hardware's number of a named barrier."""
         return 1 + self.barriers.index(self.barrier(name))
 
+    def barrier_threads(self, barrier: Barrier, warps: WarpPlan) -> int:
+        """Threads that complete a named barrier."""
+        return barrier.num_threads(warps)
+
     @property
     def mbarrier_bytes(self) -> int:
         """SMEM of all full and empty barriers."""

@@ -11,7 +11,7 @@ from ..errors import PlanError
 def verify(plan: Any, arch: Arch) -> None:
     """Raise PlanError unless ``plan.warps, .topology, .smem, .tmem`` fit together and on ``arch``.
 
-    ``plan.tmem`` is None for a kernel without tensor memory.
+    ``plan.tmem`` is None or missing for a kernel without tensor memory.
     """
     if plan.warps.threads > arch.max_threads:
         raise PlanError(
@@ -30,5 +30,6 @@ def verify(plan: Any, arch: Arch) -> None:
             f"{plan.smem.reserved_bytes} reserved); "
             f"{arch.name} has {arch.smem_bytes}, {plan.smem.total - arch.smem_bytes} too many"
         )
-    if plan.tmem is not None and plan.tmem.alloc_cols > arch.tmem_cols:
-        raise PlanError(f"TMEM {plan.tmem.alloc_cols} columns; {arch.name} has {arch.tmem_cols}")
+    tmem = getattr(plan, "tmem", None)
+    if tmem is not None and tmem.alloc_cols > arch.tmem_cols:
+        raise PlanError(f"TMEM {tmem.alloc_cols} columns; {arch.name} has {arch.tmem_cols}")

@@ -1,0 +1,33 @@
+"""The helpers that masks and schedulers are written with."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_cute.ops.arith import at_most, ceil_div, hi, lo
+from fa_cute.ops.score import LN_2, LOG2_E, lse_log2, scale_log2
+from fa_cute.ops.seqlen import Seqlen
+
+ints = st.integers(-(2**31), 2**31 - 1)
+
+
+@given(ints, ints)
+def test_lo_hi_at_most(a: int, b: int) -> None:
+    assert (lo(a, b), hi(a, b), at_most(a, b)) == (min(a, b), max(a, b), int(a <= b))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 1000))
+def test_ceil_div(a: int, b: int) -> None:
+    assert (ceil_div(a, b) - 1) * b < a <= ceil_div(a, b) * b
+
+
+def test_seqlen() -> None:
+    seq = Seqlen(100, 260)
+    assert (seq.diagonal, seq.num_m(64), seq.num_m(64, pack=4), seq.num_n(128)) == (160, 2, 7, 3)
+    assert (seq.start_q, seq.start_k) == (0, 0)
+
+
+def test_scores_in_units_of_exp2() -> None:
+    assert abs(2 ** (scale_log2(0.125) * 3.0) - 2.718281828459045**0.375) < 1e-12
+    assert abs(lse_log2(LN_2) - 1.0) < 1e-15 and abs(LOG2_E * LN_2 - 1.0) < 1e-15
