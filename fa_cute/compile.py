@@ -6,6 +6,7 @@ view. Functions for the simulator are kept on disk as well.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -81,6 +82,13 @@ def build_forward(cfg, spec, arch: Arch, options: str = ""):
     flags = f"--enable-tvm-ffi --gpu-arch {arch.name} {options}".strip()
     _log.info("compiling %s for %s: %s", name, arch, spec)
     return cute.compile(kernel, *_forward_arguments(spec), options=flags)
+
+
+def forward_cubin(cfg, spec, arch: Arch) -> bytes:
+    """The assembled forward kernel."""
+    with tempfile.TemporaryDirectory(prefix="fa_cute_cubin_") as folder:
+        compiled = build_forward(cfg, spec, arch, f"--keep-cubin --dump-dir {folder}")
+        return compiled.artifacts.CUBIN
 
 
 def _forward_arguments(spec) -> tuple:

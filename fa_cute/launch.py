@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -59,6 +60,11 @@ def simulated_arch() -> Arch | None:
     return None if session is None else session.arch
 
 
+def simulated_schedule() -> str:
+    """FA_CUTE_SIM_SCHEDULE: "early" (default), "late" or "random:SEED"."""
+    return os.environ.get("FA_CUTE_SIM_SCHEDULE", "").strip() or "early"
+
+
 def _simulate(kernel, args, arch: Arch) -> None:
     from .sim import host
 
@@ -66,7 +72,7 @@ def _simulate(kernel, args, arch: Arch) -> None:
         if host.current() is not None:
             kernel(*args)
             return
-        with host.session(arch, dsl=False):
+        with host.session(arch, dsl=False, schedule=simulated_schedule()):
             kernel(*args)
 
 
