@@ -6,10 +6,12 @@ gives a wrong kernel without a word: the stage index and the parity become const
 function:
 
 1. an end is advanced by the name of a local variable: not an attribute (of ``self``, of a frozen
-value), not an element of a dict or list, not a parameter; 2. whoever advances ends that came in by
-a parameter returns them, and the caller rebinds them; 3. the new scheduler of ``sched.next()`` is
-bound to the old name; 4. an MMA atom whose ACCUMULATE field is set was made in the same function;
-5. a traced function assigns no attribute of ``self``; 6. every producer ends with ``.tail()``.
+   value), not an element of a dict or list;
+2. whoever advances ends that came in by a parameter returns them, and the caller rebinds them;
+3. the new scheduler of ``sched.next()`` is bound to the old name;
+4. an MMA atom whose ACCUMULATE field is set was made in the same function;
+5. a traced function assigns no attribute of ``self``;
+6. every producer ends with ``.tail()``.
 """
 
 from __future__ import annotations
@@ -151,8 +153,14 @@ def _passed_on(fn: tree.FunctionNode) -> Iterator[Finding]:
         for n in _own(fn)
         if isinstance(n, ast.Assign)
     }
+    leaving = {
+        id(inner)
+        for n in _own(fn)
+        if isinstance(n, ast.Return) and n.value is not None
+        for inner in ast.walk(n.value)
+    }
     for n in _own(fn):
-        if not isinstance(n, ast.Call):
+        if not isinstance(n, ast.Call) or id(n) in leaving:
             continue
         passed = set()
         for arg in (*n.args, *(k.value for k in n.keywords)):
