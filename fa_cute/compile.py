@@ -81,7 +81,14 @@ def build_forward(cfg, spec, arch: Arch, options: str = ""):
     kernel = getattr(import_module(module), name)(cfg, spec)
     flags = f"--enable-tvm-ffi --gpu-arch {arch.name} {options}".strip()
     _log.info("compiling %s for %s: %s", name, arch, spec)
-    return cute.compile(kernel, *_forward_arguments(spec), options=flags)
+    try:
+        return cute.compile(kernel, *_forward_arguments(spec), options=flags)
+    except Exception as error:  # the DSL raises its own kinds
+        raise CompileError(
+            f"{name} for {arch} does not compile: {type(error).__name__}: {error}\n"
+            f"  spec: {spec}\n  config: {cfg}\n"
+            f"  again: python -m fa_cute regs --arch {arch} --head-dim {spec.head_dim}"
+        ) from error
 
 
 def forward_cubin(cfg, spec, arch: Arch) -> bytes:

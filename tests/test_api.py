@@ -1,0 +1,172 @@
+"""The public functions: dispatch, the reference backend, support answers, determinism switches."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fa_cute
+from fa_cute import api, can_use, flash_attn_func, reference, supports, tune
+
+
+def qkv(dtype=torch.bfloat16, head_dim=64, **kw):
+    g = torch.Generator().manual_seed(3)
+    shapes = ((2, 9, 4, head_dim), (2, 11, 2, head_dim), (2, 11, 2, head_dim))
+    return [torch.randn(s, generator=g).to(dtype).requires_grad_(**kw) for s in shapes]
+
+
+NO_GRAD = {"requires_grad": False}
+
+
+def test_signature():
+    assert str(inspect.signature(flash_attn_func)) == (
+        "(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "learnable_sink=None, deterministic=None, *, return_lse=False, backend='auto')"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_reference_backend(dtype):
+    q, k, v = qkv(dtype, **NO_GRAD)
+    out = flash_attn_func(q, k, v, causal=True, backend="reference")
+    want, want_lse = reference.attention(q, k, v, causal=True, dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want, atol=max(eps, 1e-6), rtol=max(eps, 1e-6))
+    assert out.dtype == dtype
+    out2, lse = flash_attn_func(q, k, v, causal=True, backend="reference", return_lse=True)
+    assert torch.equal(out, out2) and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_reference_backend_differentiates_everything():
+    q, k, v = qkv(torch.float64, head_dim=7)
+    sink = torch.zeros(4, dtype=torch.float32, requires_grad=True)
+    out = flash_attn_func(
+        q, k, v, 0.5, True, (3, 0), softcap=5.0, learnable_sink=sink, backend="reference"
+    )
+    out.sum().backward()
+    for t in (q, k, v, sink):
+        assert t.grad is not None and t.grad.isfinite().all() and t.grad.abs().max() > 0
+
+
+def test_environment_chooses_the_backend(monkeypatch):
+    q, k, v = qkv(torch.float32, **NO_GRAD)
+    monkeypatch.setenv("FA_CUTE_BACKEND", "reference")
+    assert flash_attn_func(q, k, v).dtype == torch.float32
+
+
+def test_support_names_arch_and_kernel(monkeypatch):
+    answer = can_use(*qkv(**NO_GRAD))
+    assert answer and answer.ok and answer.reasons == ()
+    assert (answer.arch, answer.kernel) == ("sm_100a", "FwdSm100")
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_103a")
+    assert can_use(*qkv(**NO_GRAD)).arch == "sm_103a"
+
+
+def test_support_gives_every_reason():
+    q, k, v = qkv(torch.float32, head_dim=7)
+    answer = can_use(q, k, v, softcap=3.0, window_size=(4, 4))
+    text = "\n".join(answer.reasons)
+    for word in ("fp32", "head_dim 7", "softcap", "window_size", "requires_grad", "16 bytes"):
+        assert word in text, word
+
+
+def test_the_error_says_what_support_says():
+    q, k, v = qkv(torch.float32, **NO_GRAD)
+    with pytest.raises(fa_cute.UnsupportedError) as caught:
+        flash_attn_func(q, k, v, softcap=3.0)
+    for reason in can_use(q, k, v, softcap=3.0).reasons:
+        assert reason in str(caught.value)
+    assert "implemented on sm_100a" in str(caught.value)
+
+
+def test_supports_agrees_with_the_table():
+    for row in tune.FWD:
+        for arch in row.arches:
+            for causal in (True, False):
+                asked = supports(
+                    arch=arch, head_dim=row.head_dim, head_dim_v=row.head_dim_v, causal=causal
+                )
+                assert asked or row.causal not in (None, causal), (row, asked.reasons)
+    assert not supports(arch="sm_80")
+    assert not supports(head_dim=72)
+    assert not supports(backward=True) and "backward" in supports(backward=True).reasons[0]
+    assert supports(dtype=torch.float16, qhead_per_kvhead=8)
+    with pytest.raises(fa_cute.ArgumentError):
+        supports(dtype="int4")
+    with pytest.raises(fa_cute.ArgumentError):
+        supports(head_dim=-1)
+    with pytest.raises(fa_cute.UnsupportedError, match="sm_42"):
+        supports(arch="sm_42")
+
+
+@pytest.mark.parametrize("name", ["FA_CUTE_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC"])
+def test_determinism_follows_the_environment(name, monkeypatch):
+    monkeypatch.delenv("FA_CUTE_DETERMINISTIC", raising=False)
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    assert not api.wants_determinism(None)
+    monkeypatch.setenv(name, "1")
+    assert api.wants_determinism(None)
+    assert not api.wants_determinism(False)
+
+
+def test_determinism_follows_torch():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert api.wants_determinism(None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_grad_needs_no_backward():
+    with torch.no_grad():
+        assert can_use(*qkv(), backend="auto")
+    assert not can_use(*qkv())
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light():
+    """No DSL, no TVM-FFI; and little time beyond torch's own import."""
+    out = run_python(
+        "import sys, time, torch\n"
+        "start = time.perf_counter()\n"
+        "import fa_cute; fa_cute.flash_attn_func\n"
+        "print(time.perf_counter() - start)\n"
+        "assert not {'cutlass', 'tvm_ffi', 'matplotlib'} & set(sys.modules)\n"
+    )
+    assert float(out) < 0.3
+
+
+def test_works_without_the_dsl():
+    out = run_python(
+        "import sys\n"
+        "sys.modules['cutlass'] = sys.modules['tvm_ffi'] = None\n"
+        "import torch, fa_cute\n"
+        "x = torch.ones(1, 3, 1, 64, dtype=torch.bfloat16)\n"
+        "print(fa_cute.flash_attn_func(x, x, x, backend='reference').sum().item())\n"
+        "from fa_cute import cli\n"
+        "assert cli.main(['support']) == 0 and cli.main(['plan', 'sm100', 'fwd']) == 0\n"
+        "try:\n"
+        "    fa_cute.flash_attn_func(x, x, x)\n"
+        "except fa_cute.CompileError as error:\n"
+        "    print(error)\n"
+    )
+    assert out.startswith("192.0\n") and "pip install" in out
+
+
+def test_public_names():
+    for name in fa_cute.__all__:
+        assert getattr(fa_cute, name) is not None
+    with pytest.raises(AttributeError):
+        fa_cute.nothing  # noqa: B018
+    assert math.isclose(float(fa_cute.__version__.rsplit(".", 1)[0]), 0.1)

@@ -1,0 +1,92 @@
+"""``python -m fa_cute``: what is printed, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fa_cute import cli
+
+
+def run(capsys, *argv):
+    code = cli.main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_prints_every_part(capsys):
+    code, out, _ = run(capsys, "plan", "sm100", "fwd", "--head-dim", "128")
+    assert code == cli.OK
+    for word in ("softmax", "correction", "load_kv", "mma_s", "TENSOR MEMORY", "sKV", "registers"):
+        assert word in out, word
+
+
+def test_plan_as_json(capsys):
+    code, out, _ = run(capsys, "plan", "sm_100a", "fwd", "--causal", "--json")
+    assert code == cli.OK
+    assert json.loads(out)["row"] == "sm_100a-d128-causal"
+
+
+def test_plan_of_what_is_not_there(capsys):
+    code, out, err = run(capsys, "plan", "sm100", "fwd", "--head-dim", "7")
+    assert (code, out) == (cli.FOUND, "")
+    assert "head_dim 7" in err and "head_dim 64" in err
+
+
+def test_unknown_architecture(capsys):
+    code, _, err = run(capsys, "plan", "sm_42", "fwd")
+    assert code == cli.FOUND and "sm_42" in err and "sm_100a" in err
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["plan"], ["plan", "sm100", "sideways"]])
+def test_wrong_usage(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == cli.USAGE
+    capsys.readouterr()
+
+
+def test_support(capsys):
+    code, out, _ = run(capsys, "support")
+    assert code == cli.OK and "sm_100a  128" in out
+    code, out, _ = run(capsys, "support", "--arch", "sm_100a", "--json")
+    assert code == cli.OK and {r["arch"] for r in json.loads(out)} == {"sm_100a"}
+    code, _, err = run(capsys, "support", "--head-dim", "7")
+    assert code == cli.FOUND and "pad to head_dim 64" in err
+
+
+def test_doctor(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
+    code, out, _ = run(capsys, "doctor", "--no-compile")
+    assert code == cli.OK
+    for word in ("torch", "nvidia-cutlass-dsl", "devices", str(tmp_path / "kernels")):
+        assert word in out, word
+    monkeypatch.setenv("FA_CUTE_TYPO", "1")
+    code, out, _ = run(capsys, "doctor", "--no-compile")
+    assert code == cli.FOUND and "FA_CUTE_TYPO=1  UNKNOWN NAME" in out
+
+
+def test_doctor_reports_a_cache_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path / "file"))
+    code, out, _ = run(capsys, "doctor", "--no-compile")
+    assert code == cli.FOUND and "cannot be written" in out
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "fa_cute", "--version"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("fa_cute 0.")
+
+
+def test_regs(capsys):
+    pytest.importorskip("cutlass", reason="compiling needs the DSL")
+    code, out, _ = run(capsys, "regs", "--arch", "sm_100a", "--head-dim", "64", "--json")
+    assert code == cli.OK
+    rows = json.loads(out)
+    assert [r["kernel"] for r in rows] == ["sm_100a-d64-causal", "sm_100a-d64-full"]
+    assert all(r["regs"] == 128 and r["threads"] == 512 and r["stack"] == 0 for r in rows)
