@@ -1,0 +1,1 @@
+"""The gradient of attention, one sub-package per architecture."""

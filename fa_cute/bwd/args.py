@@ -1,0 +1,92 @@
+"""What a backward is traced with, and the scratch memory that one call needs.
+
+A call is three kernels over the tensors as the user holds them (q, out, dout, dq ``(batch, seqlen_q, heads, d)``; k, v,
+dk, dv ``(batch, seqlen_k, heads_kv, d)``; lse, dlse ``(batch, heads, seqlen_q)`` fp32):
+
+    preprocess   lse_log2, delta = rowsum(dout * out) - dlse; zeroes the accumulators and counters
+    main         dk, dv; adds its share of dq to an fp32 accumulator
+    postprocess  dq from the accumulator; with shared kv heads dk and dv too
+
+All scratch is one fp32 vector, ``Workspace``: one allocation a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_cute.ops.arith import ceil_div
+
+# Sections of the workspace start on a multiple of this: 128 bytes, what bulk copies and L2 sectors like.
+ALIGN_FLOATS = 32
+
+
+@dataclass(frozen=True)
+class BwdSpec:
+    """The static part of a problem: what a backward kernel is compiled for."""
+
+    dtype: str  # "bf16" or "fp16"
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    qhead_per_kvhead: int = 1
+    deterministic: bool = False
+
+    @property
+    def shares_kv(self) -> bool:
+        """Several query heads add to one dk and dv, so these are summed in fp32 first."""
+        return self.qhead_per_kvhead > 1
+
+
+def _aligned(floats: Any) -> Any:
+    return ceil_div(floats, ALIGN_FLOATS) * ALIGN_FLOATS
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where each scratch array starts, in floats (counters are int32: the same four bytes).
+
+    Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints on the host, 64-bit
+    DSL integers where it is traced.
+    """
+
+    lse: Any  # (batch, heads, rows_q) log2 units, +inf where a row sees nothing or does not exist
+    delta: Any  # (batch, heads, rows_q)
+    dq: Any  # (batch, heads, num_m, tile_m * head_dim) in fragment order
+    dk: Any  # (batch, heads_kv, num_n, tile_n * head_dim) in fragment order; empty unless kv heads are shared
+    dv: Any  # (batch, heads_kv, num_n, tile_n * head_dim_v)
+    dq_count: Any  # (batch, heads, num_m) int32; empty unless deterministic
+    dkv_count: Any  # (batch, heads_kv, num_n) int32; empty unless deterministic and shared
+    size: Any  # floats in all
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The dynamic part of a problem."""
+
+    batch: Any
+    heads: Any
+    heads_kv: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
+    """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head dims)."""
+    num_m, num_n = ceil_div(n.seqlen_q, cfg.tile_m), ceil_div(n.seqlen_k, cfg.tile_n)
+    rows_q = n.batch * n.heads * num_m * cfg.tile_m
+    rows_k = n.batch * n.heads_kv * num_n * cfg.tile_n if spec.shares_kv else 0
+    lse = 0
+    delta = lse + _aligned(rows_q)
+    dq = delta + _aligned(rows_q)
+    dk = dq + _aligned(rows_q * cfg.head_dim)
+    dv = dk + _aligned(rows_k * cfg.head_dim)
+    dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
+    dkv_count = dq_count + (_aligned(n.batch * n.heads * num_m) if spec.deterministic else 0)
+    counts_kv = n.batch * n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
+    return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, dkv_count + _aligned(counts_kv))
+
+
+def workspace_floats(cfg: Any, spec: BwdSpec, n: Sizes) -> int:
+    """fp32 elements that a call must allocate, uninitialised."""
+    return workspace(cfg, spec, n).size

@@ -1,0 +1,199 @@
+"""What every role of the Hopper backward is handed: frozen, so that the DSL reads it and never carries it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
+from fa_cute.ops import mask
+from fa_cute.plan import Via
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def swizzled(dtype, rows: int, cols: int, stages: int | None = None, row_major: bool = True):
+    """Layout of a (rows, cols) operand in the widest swizzle that its contiguous side allows."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    side = cols if row_major else rows
+    widths = (64, kinds.K_SW128, kinds.MN_SW128), (32, kinds.K_SW64, kinds.MN_SW64)
+    kind = next((k if row_major else mn) for width, k, mn in widths if side % width == 0)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    shape, order = (rows, cols), (0, 1) if row_major else (1, 0)
+    if stages is not None:
+        shape, order = (*shape, stages), (*order, 2)
+    return cute.tile_to_shape(atom, shape, order)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Shared-memory layouts of the operands, by field of the plan."""
+
+    cfg: BwdSm90Config
+    dtype: Any
+
+    def of(self, field: str, stages: bool = True):
+        """Layout of a field, with its stages or of one of them."""
+        c = self.cfg
+        m, n, d, dv = c.tile_m, c.tile_n, c.head_dim, c.head_dim_v
+        shapes = {"sQ": (m, d), "sK": (n, d), "sV": (n, dv), "sdO": (m, dv), "sdS": (m, n)}
+        num = c.smem[field].stages if stages and c.smem[field].stages > 1 else None
+        # dS^T has rows side by side in the registers: so has sdS, and no transposition is needed
+        return swizzled(self.dtype, *shapes[field], num, row_major=field != "sdS")
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """The tiled products. Both warpgroups side by side along keys, except in dQ."""
+
+    sdp: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+
+def make_mmas(cfg: BwdSm90Config, dtype) -> Mmas:
+    """Tiled products of a plan."""
+
+    def mma(majors, atoms, n, a_source=SMEM):
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, *majors, Float32, (*atoms, 1), (64, n), a_source
+        )
+
+    by_keys = (CONSUMERS, 1)
+    dq_atoms = {"rows": (CONSUMERS, 1), "cols": (1, CONSUMERS), "turns": (1, 1)}[cfg.dq_split]
+    return Mmas(
+        sdp=mma((K_MAJOR, K_MAJOR), by_keys, cfg.tile_m),
+        dv=mma((K_MAJOR, MN_MAJOR), by_keys, cfg.head_dim_v, RMEM),
+        dk=mma((K_MAJOR, MN_MAJOR), by_keys, cfg.head_dim, RMEM),
+        dq=mma((MN_MAJOR, MN_MAJOR), dq_atoms, cfg.dq_chunks.chunk_cols),
+    )
+
+
+@dataclass(frozen=True)
+class Globals:
+    """Everything the kernel gets: tensors as TMA sees them, (seqlen, d, heads, batch), and scratch memory."""
+
+    load_q: cute.CopyAtom
+    load_k: cute.CopyAtom
+    load_v: cute.CopyAtom
+    load_do: cute.CopyAtom
+    store_dk: Any  # CopyAtom, None where kv heads are shared
+    store_dv: Any
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: Any  # TMA tensor; where kv heads are shared the fp32 accumulator (pointer)
+    mdV: Any
+    mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units
+    mDelta: cute.Tensor
+    dq: cute.Pointer  # fp32 accumulator
+    dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
+    dkv_count: cute.Pointer
+
+
+@dataclass(frozen=True)
+class BwdCtx:
+    """One CTA's view. ``tile`` says which keys it owns."""
+
+    cfg: BwdSm90Config
+    spec: BwdSpec
+    g: Globals
+    smem: SimpleNamespace
+    pipes: SimpleNamespace
+    mmas: Mmas
+    writer: Any
+    tile: Any
+    seqlen_q: Int32
+    seqlen_k: Int32
+    scale: Float32
+    scale_log2: Float32
+
+    @property
+    def mask(self) -> mask.Band:
+        return mask.causal() if self.spec.causal else mask.full()
+
+    @property
+    def n_block(self):
+        return self.tile.n_block
+
+    @property
+    def head_kv(self):
+        return self.tile.head // self.spec.qhead_per_kvhead
+
+    def q_blocks(self) -> mask.Blocks:
+        """Query blocks of this CTA, and which of them need no element mask."""
+        c = self.cfg
+        return mask.q_blocks(
+            self.mask, self.n_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k
+        )
+
+    def num_blocks(self, seqlen, tile: int):
+        return (seqlen + tile - 1) // tile
+
+    def dq_tile(self, m_block):
+        """Number of a dQ tile in the accumulator, 64 bits."""
+        num_m = self.num_blocks(self.seqlen_q, self.cfg.tile_m)
+        heads = self.g.mQ.shape[2]
+        return (Int64(self.tile.batch) * heads + self.tile.head) * num_m + m_block
+
+    def dkv_tile(self):
+        """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
+        num_n = self.num_blocks(self.seqlen_k, self.cfg.tile_n)
+        heads = self.g.mK.shape[2]
+        return (Int64(self.tile.batch) * heads + self.head_kv) * num_n + self.n_block
+
+    def barrier_id(self, name: str) -> int:
+        return self.cfg.topology.barrier_id(name)
+
+
+def build_pipes(cfg: BwdSm90Config) -> SimpleNamespace:
+    """The plan's edges as pipelines; all of them TMA to threads. The caller fences and synchronises the CTA."""
+    pipes = {}
+    for edge in cfg.topology.edges:
+        assert edge.via is Via.TMA_ASYNC
+        produced, released = edge.arrivals(cfg.warps)
+        group = pipeline.CooperativeGroup
+        pipes[edge.name] = pipeline.PipelineTmaAsync.create(
+            num_stages=edge.stages,
+            producer_group=group(pipeline.Agent.Thread, produced),
+            consumer_group=group(pipeline.Agent.Thread, released),
+            tx_count=edge.tx_bytes(cfg.smem),
+            defer_sync=True,
+            name=edge.name,
+        )
+    return SimpleNamespace(**pipes)
+
+
+def build_smem(cfg: BwdSm90Config, dtype) -> SimpleNamespace:
+    """The plan's fields as tensors."""
+    smem, layouts = cutlass.memory.SmemAllocator(), Layouts(cfg, dtype)
+    found = {}
+    for f in cfg.smem.fields:
+        if f.over is not None:
+            continue
+        if f.name in ("sdQ", "sLse", "sDelta"):
+            layout = cute.make_layout((f.bytes // 4, f.stages))
+            found[f.name] = smem.allocate_tensor(Float32, layout, f.align)
+        else:
+            layout = layouts.of(f.name)
+            found[f.name] = smem.allocate_tensor(dtype, layout.outer, f.align, swizzle=layout.inner)
+    return SimpleNamespace(**found)
+
+
+def warpgroup_slice(tiled: cute.TiledMma, index):
+    """The part of a tiled product that warpgroup ``index`` has a hand in (descriptors, not registers)."""
+    return tiled.get_slice(index * WARPGROUP_THREADS)
+
+

@@ -1,0 +1,87 @@
+"""The dQ store warp, and the two orders in which CTAs may add to a dQ tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from fa_cute.bwd.sm90.ctx import BwdCtx
+from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
+from fa_cute.ops import mask
+from fa_cute.ops.reduce import bulk_add_f32
+from fa_cute.ops.semaphore import pass_turn, wait_turn
+from fa_cute.sched.spt import lock_value
+
+STORE_THREADS = WARPGROUP_THREADS + 32
+
+
+@dataclass(frozen=True)
+class AnyOrder:
+    """Adds as soon as a chunk is ready: fast, and the sum depends on who comes first."""
+
+    def begin(self, cx: BwdCtx, m_block):
+        """Nothing to wait for."""
+
+    @cute.jit
+    def end(self, cx: BwdCtx, m_block):
+        """The buffer may be reused once it is read."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@dataclass(frozen=True)
+class Turnstile:
+    """Adds in the order of the KV blocks (`sched.spt.lock_value`): the same sum in every run."""
+
+    @cute.jit
+    def begin(self, cx: BwdCtx, m_block):
+        """Wait for the KV blocks before this one."""
+        c = cx.cfg
+        blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
+        wait_turn(cx.g.dq_count + cx.dq_tile(m_block), lock_value(cx.mask, cx.n_block, blocks))
+        # what the turn before us added was written by its bulk engine and is read by ours
+        cute.arch.fence_proxy("async.global")
+
+    @cute.jit
+    def end(self, cx: BwdCtx, m_block):
+        """The additions themselves must be complete, not just the buffer read, before the next turn."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.fence_proxy("async.global")
+        pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
+
+
+@dataclass(frozen=True)
+class DqStore:
+    """One warp, of which one thread works. Waits dq_full_<w>, adds the chunk to the accumulator, signals dq_empty_<w>."""
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        c = cx.cfg
+        chunk_floats = c.dq_chunks.chunk_floats
+        full, empty = cx.barrier_id("dq_full_0"), cx.barrier_id("dq_empty_0")
+        blocks = cx.q_blocks()
+        for w in cutlass.range_constexpr(CONSUMERS):
+            cute.arch.barrier_arrive(barrier_id=empty + w, number_of_threads=STORE_THREADS)
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
+            elected = cute.arch.lane_idx() == 0
+            for chunk in cutlass.range_constexpr(c.dq_chunks.num):
+                # in turns, one warpgroup writes all of the tile
+                w = (m_block - blocks.lo) % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                cute.arch.barrier(barrier_id=full + w, number_of_threads=STORE_THREADS)
+                if elected:
+                    if const_expr(chunk == 0):
+                        cx.writer.begin(cx, m_block)
+                    src = cx.smem.sdQ[None, w].iterator
+                    bulk_add_f32(to + chunk * chunk_floats, src, chunk_floats * 4)
+                    cute.arch.cp_async_bulk_commit_group()
+            if elected:
+                cx.writer.end(cx, m_block)
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(c.dq_chunks.num):
+                w = (m_block - blocks.lo) % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                cute.arch.barrier_arrive(barrier_id=empty + w, number_of_threads=STORE_THREADS)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)

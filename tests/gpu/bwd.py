@@ -1,0 +1,230 @@
+"""The Hopper backward on a real GPU: numbers, repeatability, time. `python tests/gpu/bwd.py PART [DIM ...]`.
+
+Not collected by pytest: run it on a machine with a Hopper GPU. Writes `$OUT/bwd_<part>.json`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+
+import cutlass.cute as cute
+import torch
+from cutlass import Float32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from fa_cute import reference
+from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
+from fa_cute.bwd.sm90.ctx import DTYPES
+from fa_cute.bwd.sm90.kernel import BwdSm90
+from fa_cute.bwd.sm90.plan import config
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# (seqlen_q, seqlen_k): ends inside a tile, one row, one key, longer on either side
+SHAPES = [(128, 128), (1, 1), (3, 3), (64, 1), (64, 32), (239, 1), (300, 300), (113, 203), (799, 3)]
+SHAPES += [(255, 256), (512, 256), (256, 512), (384, 1000), (1023, 1024)]
+
+
+def fake(spec: BwdSpec):
+    """Symbolic tensors: every size and stride dynamic but the last."""
+    dtype = DTYPES[spec.dtype]
+    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
+
+    def operand(seqlen, heads, d):
+        stride = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return make_fake_tensor(dtype, (b, seqlen, heads, d), stride=(*stride, 1), assumed_align=16)
+
+    def rows():
+        return make_fake_tensor(
+            Float32, (b, h, sq), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+        )
+
+    d, dv = spec.head_dim, spec.head_dim_v
+    work = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=128)
+    q, k, v, o = operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), operand(sq, h, dv)
+    lse, do, dlse = rows(), operand(sq, h, dv), rows()
+    return [q, k, v, o, lse, do, dlse, operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), work]
+
+
+class Backward:
+    """A compiled backward that allocates like the API does."""
+
+    def __init__(self, spec: BwdSpec, cfg=None):
+        self.spec, self.cfg = spec, cfg or config(spec)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        kernel = BwdSm90(self.cfg, spec)
+        start = time.time()
+        self.fn = cute.compile(kernel, *fake(spec), Float32(1.0), stream, options="--enable-tvm-ffi")
+        self.compile_s = time.time() - start
+
+    def __call__(self, q, k, v, out, lse, dout, dlse, scale, poison=False):
+        n = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        work = torch.empty(workspace_floats(self.cfg, self.spec, n), device=q.device)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if poison:
+            for x in (work, dq, dk, dv):
+                x.fill_(float("nan"))
+        self.fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale)
+        return dq, dk, dv
+
+
+def inputs(spec: BwdSpec, sq: int, sk: int, batch=2, heads_kv=2):
+    """Random q, k, v, dout, dlse as views into NaN: whatever lies beside them must not matter."""
+    heads = heads_kv * spec.qhead_per_kvhead
+
+    def view(seqlen, h, d):
+        x = torch.full((batch, seqlen + 3, h, d + 8), float("nan"), device="cuda", dtype=TORCH[spec.dtype])
+        x[:, :seqlen, :, :d] = torch.randn(batch, seqlen, h, d, device="cuda")
+        return x[:, :seqlen, :, :d]
+
+    q, k = view(sq, heads, spec.head_dim), view(sk, heads_kv, spec.head_dim)
+    v, dout = view(sk, heads_kv, spec.head_dim_v), view(sq, heads, spec.head_dim_v)
+    return q, k, v, dout, torch.randn(batch, heads, sq, device="cuda")
+
+
+def check(run: Backward, sq: int, sk: int) -> dict:
+    """Errors of dq, dk, dv against fp64, as multiples of torch's own in the same dtype."""
+    spec = run.spec
+    q, k, v, dout, dlse = inputs(spec, sq, sk)
+    scale = spec.head_dim**-0.5
+    out, lse = reference.attention(q, k, v, scale, spec.causal)
+    dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+    lse = lse.contiguous()
+    got = run(q, k, v, out.to(q.dtype), lse, dout, dlse, scale, poison=True)
+    exact = reference.gradients(dout, q, k, v, scale, spec.causal, dlse=dlse)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    o, stats = reference.attention(*leaves, scale, spec.causal, dtype=None)
+    seen = stats != float("-inf")
+    torch.autograd.backward([o, stats[seen]], [dout.to(o.dtype), dlse.to(stats.dtype)[seen]])
+    row = {"sq": sq, "sk": sk}
+    for name, x, ref, leaf in zip(("dq", "dk", "dv"), got, exact, leaves, strict=True):
+        ref = torch.nan_to_num(ref, nan=0.0)
+        ours, theirs = ((y.double() - ref).abs().max().item() for y in (x, torch.nan_to_num(leaf.grad)))
+        atol = 2 * (ref + 0.3 - 0.3 - ref).abs().max().item() + 1e-5
+        row[name] = [ours, theirs]
+        row["ok"] = row.get("ok", True) and ours == ours and ours <= 2 * theirs + atol
+    return row
+
+
+def numbers(dims):
+    """Every variant over every shape."""
+    rows = []
+    for d, causal, ratio, det in itertools.product(dims, (False, True), (1, 3), (False, True)):
+        dtype = "fp16" if det and ratio == 1 else "bf16"
+        spec = BwdSpec(dtype, *head_dims(d), causal, ratio, det)
+        run = Backward(spec)
+        bad, worst = [], 0.0
+        for sq, sk in SHAPES:
+            row = check(run, sq, sk)
+            worst = max([worst] + [a / max(b, 1e-9) for a, b in (row["dq"], row["dk"], row["dv"])])
+            if not row["ok"]:
+                bad.append(row)
+        print(f"{spec} compile {run.compile_s:.1f} s: {len(bad)} of {len(SHAPES)} bad, worst ratio {worst:.2f}", bad[:3])
+        rows.append({"spec": str(spec), "bad": bad, "worst": worst})
+    return rows
+
+
+def head_dims(name: str) -> tuple[int, int]:
+    """'128' or '192,128'."""
+    d, _, dv = name.partition(",")
+    return int(d), int(dv or d)
+
+
+def repeat(dims, times=100):
+    """Bits of a deterministic backward over many runs with another stream loading the GPU."""
+    rows = []
+    for d, causal, ratio, det in itertools.product(dims, (False, True), (1, 4), (True, False)):
+        spec = BwdSpec("bf16", *head_dims(d), causal, ratio, det)
+        run = Backward(spec)
+        q, k, v, dout, _ = inputs(spec, 2000, 1900, heads_kv=2)
+        out, lse = reference.attention(q, k, v, spec.head_dim**-0.5, causal)
+        dlse = torch.zeros_like(lse)
+        args = (q, k, v, out.to(q.dtype), lse.contiguous(), dout, dlse, spec.head_dim**-0.5)
+        first, noise = run(*args), torch.randn(2048, 2048, device="cuda")
+        side, different = torch.cuda.Stream(), 0
+        for i in range(times if det else 10):
+            if i % 3 == 0:
+                with torch.cuda.stream(side):
+                    noise = (noise @ noise).clamp(-1, 1)
+            different += not all(torch.equal(a, b) for a, b in zip(first, run(*args), strict=True))
+        rows.append({"spec": str(spec), "different": different})
+        print(spec, "runs that differ:", different)
+    return rows
+
+
+def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
+    """Milliseconds of each function, interleaved round by round."""
+    times = {name: [] for name in fns}
+    for r in range(rounds + warm):
+        for name, fn in fns.items():
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            a.record()
+            for _ in range(reps):
+                fn()
+            b.record()
+            b.synchronize()
+            if r >= warm:
+                times[name].append(a.elapsed_time(b) / reps)
+    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+
+
+def peer(q, k, v, dout, causal, det):
+    """flash-attn-4's backward of the same call."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    out, lse = _flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
+    return out, lse, lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=det)
+
+
+def speed(dims):
+    """TFLOP/s beside flash-attn-4 over 32k tokens, heads x head_dim = 2048."""
+    rows = []
+    for d, causal, det in itertools.product(dims, (False, True), (False, True)):
+        spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
+        run = Backward(spec)
+        for seqlen in (1024, 4096, 16384):
+            batch, heads = 32768 // seqlen, 2048 // spec.head_dim
+            shape = (batch, seqlen, heads, spec.head_dim)
+            q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            v, dout = (q.new_empty(*shape[:3], spec.head_dim_v).normal_() for _ in range(2))
+            fns, zero = {}, q.new_zeros((batch, heads, seqlen), dtype=torch.float32)
+            try:
+                out, lse, fns["fa4"] = peer(q, k, v, dout, causal, det)
+            except Exception as e:
+                print("peer:", type(e).__name__, str(e)[:200])
+                o, stats = torch.ops.aten._scaled_dot_product_flash_attention(
+                    *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal
+                )[:2]
+                out, lse = o.transpose(1, 2).contiguous(), stats
+            fns["ours"] = lambda a=(q, k, v, out, lse, dout, zero, d_scale(spec)): run(*a)
+            ms = median_ms(fns)
+            flops = 2.5 * 2 * batch * heads * seqlen**2 * (spec.head_dim + spec.head_dim_v) / (2 if causal else 1)
+            row = {"d": d, "causal": causal, "det": det, "seqlen": seqlen, "ms": ms}
+            row["tflops"] = {name: flops / t / 1e9 for name, t in ms.items()}
+            rows.append(row)
+            print(d, "causal" if causal else "full", "det" if det else "", seqlen,
+                  {n: f"{t:.0f}" for n, t in row["tflops"].items()}, {n: f"{t:.3f}" for n, t in ms.items()})
+    return rows
+
+
+def d_scale(spec):
+    """The default softmax scale."""
+    return spec.head_dim**-0.5
+
+
+def main():
+    part, dims = sys.argv[1], sys.argv[2:] or ["64", "96", "128"]
+    start = time.time()
+    torch.manual_seed(0)
+    rows = {"numbers": numbers, "repeat": repeat, "speed": speed}[part](dims)
+    torch.cuda.synchronize()
+    with open(os.path.join(os.environ.get("OUT", "."), f"bwd_{part}_{'_'.join(dims)}.json"), "w") as f:
+        json.dump(rows, f, indent=1)
+    print(f"{part} {dims}: {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
