@@ -1,0 +1,56 @@
+"""What the documents say is what the package does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fa_cute import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_support_table_is_current():
+    text = (ROOT / "README.md").read_text()
+    table = cli.markdown_table(cli.support_rows())
+    assert table in text, f"renew it by python -m fa_cute support --markdown:\n{table}"
+
+
+def test_every_environment_variable_is_documented():
+    text = (ROOT / "docs" / "environment.md").read_text()
+    documented = set(re.findall(r"^\| `(FA_CUTE_\w+)`", text, re.M))
+    assert documented == set(cli.VARIABLES)
+    used = set()
+    for file in (ROOT / "fa_cute").rglob("*.py"):
+        used |= set(re.findall(r'environ[^\n]*"(FA_CUTE_\w+)"', file.read_text()))
+    assert used <= documented, used - documented
+
+
+def test_every_exception_is_documented():
+    from fa_cute import errors
+
+    text = (ROOT / "docs" / "errors.md").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.FaCuteError):
+            assert f"`{name}`" in text or name == "FaCuteError", name
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_readme_snippets_run():
+    text = (ROOT / "README.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(snippets) == 2
+    pytest.importorskip("cutlass", reason="the first snippet compiles a kernel")
+    scope: dict = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), scope)
+    assert scope["out"].shape == (1, 256, 4, 128)
+    assert not scope["answer"].ok
