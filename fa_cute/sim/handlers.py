@@ -26,9 +26,8 @@ FULL = 0xFFFFFFFF
 # Files that register handlers when they are imported.
 MODULES = (
     "sync",
-    "groups",
     "atomics",
-    "control",
+    "clc",
     "tma",
     "bulk",
     "cp_async",

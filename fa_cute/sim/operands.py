@@ -11,59 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fa_cute.errors import MisuseError, UnknownInstructionError
-from fa_cute.sim.ptx import Bank, Imm, Instr, Mem, Not, Pair, Reg, Special, Sym
+from fa_cute.errors import MisuseError
+from fa_cute.sim.ptx import Bank, Imm, Instr, Mem, Not, Pair, Reg, Sym
 
 FULL = 0xFFFFFFFF
 RANK_SHIFT = 24
 OFFSET_MASK = 0xFFFFFF
 SMEM_START = 0x400  # the first KiB of the shared window belongs to the system
 GENERIC_SHARED = 1 << 60  # a generic address with this bit is a shared-window address
-
-# Rows of the warp's table of special registers (uint32[len(SPECIALS), 32]).
-SPECIALS = (
-    "%tid.x",
-    "%tid.y",
-    "%tid.z",
-    "%ntid.x",
-    "%ntid.y",
-    "%ntid.z",
-    "%ctaid.x",
-    "%ctaid.y",
-    "%ctaid.z",
-    "%nctaid.x",
-    "%nctaid.y",
-    "%nctaid.z",
-    "%laneid",
-    "%warpid",
-    "%nwarpid",
-    "%smid",
-    "%nsmid",
-    "%clusterid.x",
-    "%clusterid.y",
-    "%clusterid.z",
-    "%nclusterid.x",
-    "%nclusterid.y",
-    "%nclusterid.z",
-    "%cluster_ctaid.x",
-    "%cluster_ctaid.y",
-    "%cluster_ctaid.z",
-    "%cluster_nctaid.x",
-    "%cluster_nctaid.y",
-    "%cluster_nctaid.z",
-    "%cluster_ctarank",
-    "%cluster_nctarank",
-    "%is_explicit_cluster",
-    "%dynamic_smem_size",
-    "%total_smem_size",
-    "%aggr_smem_size",
-    "%lanemask_eq",
-    "%lanemask_le",
-    "%lanemask_lt",
-    "%lanemask_ge",
-    "%lanemask_gt",
-)
-SPECIAL_ROW = {name: row for row, name in enumerate(SPECIALS)}
 
 _LANES = np.arange(32, dtype=np.uint32)
 
@@ -104,9 +59,6 @@ def uniform32(operand, k=None) -> Callable[..., int]:
     if isinstance(operand, Reg) and operand.bank is Bank.R64:
         row64 = operand.index * 32
         return lambda warp, mask: warp.v64[row64 + (mask & -mask).bit_length() - 1] & FULL
-    if isinstance(operand, Special):
-        row = SPECIAL_ROW[operand.name]
-        return lambda warp, mask: int(warp.special[row, (mask & -mask).bit_length() - 1])
     if isinstance(operand, Sym) and k is not None:
         return _symbol(operand, k)
     raise _wrong(operand, "a 32-bit operand")
@@ -186,9 +138,6 @@ def lanes32(operand, k=None) -> Callable[..., np.ndarray]:
     if isinstance(operand, Imm):
         value = np.full(32, operand.bits & FULL, np.uint32)
         return lambda warp: value
-    if isinstance(operand, Special):
-        row = special_row(operand)
-        return lambda warp: warp.special[row]
     if isinstance(operand, Reg) and operand.bank is Bank.R64:
         row = operand.index
         return lambda warp: warp.r64[row].astype(np.uint32)
@@ -223,13 +172,6 @@ def addresses(operand: Mem, k) -> Callable[..., np.ndarray]:
         return lambda warp: (inner(warp) + add).astype(np.uint64)
     add64 = np.uint64(offset & (2**64 - 1))
     return lambda warp: inner(warp) + add64
-
-
-def special_row(operand: Special) -> int:
-    row = SPECIAL_ROW.get(operand.name)
-    if row is None:
-        raise UnknownInstructionError(f"special register {operand.name!r} is not modelled")
-    return row
 
 
 # ---- results ----

@@ -1,0 +1,470 @@
+"""The machine: clusters of CTAs of warps, run until all are done or none can go on."""
+
+from __future__ import annotations
+
+import collections
+import random
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fa_cute import arch as _arch
+from fa_cute.errors import MisuseError, SimError
+from fa_cute.sim import operands as ops
+from fa_cute.sim.handlers import Signal, Wait
+from fa_cute.sim.mbarrier import MBarrier
+from fa_cute.sim.memory import GlobalMemory, SharedMemory, TensorMemory, aligned_zeros
+from fa_cute.sim.program import Program, load_program
+from fa_cute.sim.ptx import Kernel
+from fa_cute.sim.report import LaunchReport, deadlock
+from fa_cute.sim.schedule import AsyncQueue, Schedule
+from fa_cute.sim.sync import ClusterBarrier, NamedBarrier
+from fa_cute.sim.timeline import Timeline
+from fa_cute.sim.warp import Warp
+
+CTA_OVERHEAD = 1024  # bytes of shared memory that the system takes of each CTA
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a launch is run, apart from the schedule.
+
+    `resident`: clusters that run at the same time; None starts with one and adds the next in launch
+    order when those that run can only poll memory. `plan`: names for reports (see report.Names).
+    """
+
+    resident: int | None = None
+    trace: bool = False
+    progress: bool | None = None
+    plan: dict | None = None
+    budget: int = 1_000_000  # warp instructions of one time slice
+    unset: str = "report"  # reads of memory that nothing wrote: "report", "raise" or "ignore"
+    engine: str | None = None  # "jit", "python", or None: FA_CUTE_SIM_JIT decides
+
+
+class Cta:
+    """One thread block: its memories, barriers and warps."""
+
+    def __init__(self, machine: Machine, memory: SharedMemory, tmem: TensorMemory | None):
+        self.machine = machine
+        self.memory = memory
+        self.smem, self.smem_valid = memory.bytes, memory.valid
+        self.smem_size = memory.size
+        self.tensor_memory = tmem
+        if tmem is not None:
+            self.tmem, self.tmem_valid = tmem.lanes, tmem.lanes_valid
+            self.tmem_cols, self.tmem_valid_cols = tmem.cols, tmem.cols_valid
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.barriers: dict[int, NamedBarrier] = {}
+        self.warps: list[Warp] = []
+        self.scratch: dict = {}  # for handlers: state that lives as long as the CTA
+        self.live = 0
+
+    def place(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int]) -> None:
+        self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
+        self.window = rank << ops.RANK_SHIFT
+
+    @property
+    def peer(self) -> Cta:
+        """The other CTA of the pair."""
+        return self.cluster.ctas[self.rank ^ 1]
+
+    @property
+    def tmem_alloc(self):
+        return self.tensor_memory.alloc
+
+    def live_warps(self) -> int:
+        return self.live
+
+    # ---- barriers ----
+    def mbarrier_init(self, addr: int, count: int, ins) -> None:
+        if addr >> ops.RANK_SHIFT != self.rank:
+            raise MisuseError(f"{ins.where}: {ins.op}: {addr:#x} is not in this CTA's memory")
+        offset = self.memory.check(addr, 8, ins, "write")
+        old = self.mbarriers.get(offset)
+        if old is not None and old.waiters:
+            raise MisuseError(f"{ins.where}: {old} is initialised again while a warp waits on it")
+        self.mbarriers[offset] = MBarrier(count, self.rank, offset)
+        self.smem_valid[offset : offset + 8] = 1
+
+    def mbarrier(self, addr: int, ins=None) -> MBarrier:
+        """The barrier at an address of this CTA or (by the rank bits) of another of the cluster."""
+        rank = addr >> ops.RANK_SHIFT
+        cta = self
+        if rank != self.rank:
+            if rank >= len(self.cluster.ctas):
+                raise MisuseError(
+                    f"{ins.where if ins else ''}: address {addr:#x} names CTA {rank} of a cluster "
+                    f"of {len(self.cluster.ctas)}"
+                )
+            cta = self.cluster.ctas[rank]
+        barrier = cta.mbarriers.get(addr & ops.OFFSET_MASK)
+        if barrier is None:
+            raise MisuseError(
+                f"{ins.where + ': ' + ins.op + ': ' if ins else ''}no mbarrier was initialised at "
+                f"smem+{(addr & ops.OFFSET_MASK) - ops.SMEM_START} of CTA {rank}"
+            )
+        return barrier
+
+    def barrier(self, number: int) -> NamedBarrier:
+        barrier = self.barriers.get(number)
+        if barrier is None:
+            barrier = self.barriers[number] = NamedBarrier(number)
+        return barrier
+
+    # ---- checks ----
+    def check_smem(self, addr: int, nbytes: int, ins, what: str) -> int:
+        """Offset of a checked address in the CTA that the address names."""
+        return self.at(addr, ins).memory.check(addr, nbytes, ins, what)
+
+    def at(self, addr: int, ins=None) -> Cta:
+        """The CTA of the cluster that a shared address names."""
+        rank = addr >> ops.RANK_SHIFT
+        if rank >= len(self.cluster.ctas):
+            raise MisuseError(
+                f"{ins.where + ': ' if ins else ''}address {addr:#x} names CTA {rank} of a cluster "
+                f"of {len(self.cluster.ctas)}"
+            )
+        return self.cluster.ctas[rank]
+
+    def check_tmem(self, col: int, ncols: int, ins=None) -> None:
+        self.tensor_memory.check(col, ncols, ins)
+
+    # ---- life ----
+    def warp_left(self, warp: Warp) -> None:
+        self.live -= 1
+        for barrier in self.barriers.values():
+            if barrier.arrived and barrier.whole and barrier.arrived == self.live * 32:
+                barrier.complete()
+        self.cluster.barrier.check()
+        if self.live == 0:
+            self.finished()
+
+    def finished(self) -> None:
+        if self.tensor_memory is not None and self.tensor_memory.alloc.blocks:
+            blocks = self.tensor_memory.alloc.blocks
+            held = ", ".join(f"{c}..{c + n - 1}" for c, n in blocks.items())
+            raise MisuseError(
+                f"CTA {self.ctaid} exits with tensor memory allocated: columns {held}"
+            )
+        self.cluster.cta_left()
+
+
+class Cluster:
+    """CTAs that are scheduled together."""
+
+    def __init__(self, machine: Machine, ctas: list[Cta], index: int):
+        self.machine, self.ctas, self.index = machine, ctas, index
+        self.barrier = ClusterBarrier(self)
+        self.left = 0
+        self.refused = False  # a cluster-launch-control request has failed
+
+    def cta_left(self) -> None:
+        self.left += 1
+        if self.left == len(self.ctas):
+            self.machine.cluster_left(self)
+
+
+@dataclass
+class Launch:
+    """The launch configuration, checked."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_smem: int
+    threads: int = field(init=False)
+    warps: int = field(init=False)
+    cluster_size: int = field(init=False)
+    clusters: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.threads = self.block[0] * self.block[1] * self.block[2]
+        self.warps = -(-self.threads // 32)
+        cx, cy, cz = self.cluster
+        self.cluster_size = cx * cy * cz
+        for grid, cluster, axis in zip(self.grid, self.cluster, "xyz"):
+            if grid < 1 or grid % cluster:
+                raise MisuseError(
+                    f"grid {self.grid} is not a positive multiple of cluster {self.cluster} ({axis})"
+                )
+        gx, gy, gz = self.grid
+        self.clusters = (gx // cx) * (gy // cy) * (gz // cz)
+
+    def cluster_id(self, index: int) -> tuple[int, int, int]:
+        nx, ny = self.grid[0] // self.cluster[0], self.grid[1] // self.cluster[1]
+        return index % nx, index // nx % ny, index // (nx * ny)
+
+    def cta_in_cluster(self, rank: int) -> tuple[int, int, int]:
+        cx, cy, _ = self.cluster
+        return rank % cx, rank // cx % cy, rank // (cx * cy)
+
+
+class Machine:
+    """One launch while it runs."""
+
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        params: np.ndarray,
+        memory: GlobalMemory,
+        schedule: Schedule,
+        options: Options,
+    ):
+        self.program, self.launch, self.memory = program, launch, memory
+        self.schedule, self.options = schedule, options
+        self.arch = program.arch
+        self.params = params
+        self.param_address = params.ctypes.data
+        self.globals_address = program.globals_address
+        self.queue = AsyncQueue(schedule)
+        self.rng = random.Random(schedule.seed ^ 0x5EED)
+        self.random_warps = schedule.warps == "random"
+        self.counters: collections.Counter = collections.Counter()
+        self.unset: dict[tuple, list] = {}
+        self.ready: collections.deque[Warp] = collections.deque()
+        self.asking: list[Warp] = []  # blocked without a Signal: asked again when things happened
+        self.spinning: list[Warp] = []  # poll memory: run again when something else happened
+        self.fresh_progress = False  # something other than polling happened since the last round
+        self.next_cluster = 0
+        self.cancelled: set[int] = set()
+        self.running: list[Cluster] = []
+        self.pool: list[list[Cta]] = []
+        self.instructions = 0
+        self.timeline = Timeline() if options.trace else None
+        self.extents = memory.table()
+        self.bar = None
+
+    # ---- what handlers call ----
+    def note_unset(self, space: str, ins, address: int, count: int = 1) -> None:
+        """A read of memory that nothing wrote."""
+        if self.options.unset == "ignore":
+            return
+        key = (space, ins.line)
+        entry = self.unset.get(key)
+        if entry is None:
+            self.unset[key] = [ins, address, count]
+        else:
+            entry[2] += count
+
+    def wrote(self, warp: Warp) -> None:
+        """Memory that others may poll has changed."""
+        self.fresh_progress = True
+
+    def spin(self, warp: Warp) -> Wait:
+        """The warp polls: let everything else run before it looks again."""
+        return Spin(warp)
+
+    # ---- warps ----
+    def blocked(self, warp: Warp, wait: Wait) -> None:
+        if type(wait) is Spin:
+            self.spinning.append(warp)
+        elif wait.source is not None:
+            wait.source.waiters.append(warp)
+        else:
+            self.asking.append(warp)
+
+    def preempted(self, warp: Warp) -> None:
+        """The warp used up its time slice without meeting a handled instruction."""
+        warp.wait = Spin(warp)
+        self.spinning.append(warp)
+
+    def ask(self) -> None:
+        """Look again at the warps that wait on something without a Signal."""
+        if self.asking:
+            asking, self.asking = self.asking, []
+            for warp in asking:
+                if warp.wait is not None and warp.wait.ready():
+                    warp.wake()
+                elif warp.wait is not None:
+                    self.asking.append(warp)
+
+    def release_spinning(self) -> None:
+        spinning, self.spinning = self.spinning, []
+        for warp in spinning:
+            warp.wait = None
+            self.ready.append(warp)
+
+    def start_cluster(self) -> bool:
+        """Start the next cluster in launch order; False when none is left."""
+        launch = self.launch
+        while self.next_cluster in self.cancelled:
+            self.next_cluster += 1
+        if self.next_cluster >= launch.clusters:
+            return False
+        index = self.next_cluster
+        self.next_cluster += 1
+        ctas = self.pool.pop() if self.pool else self.program.make_ctas(self)
+        cluster = Cluster(self, ctas, index)
+        self.running.append(cluster)
+        self.program.start(self, cluster, launch.cluster_id(index))
+        for cta in ctas:
+            self.ready.extend(cta.warps)
+        return True
+
+    def cluster_left(self, cluster: Cluster) -> None:
+        self.running.remove(cluster)
+        for cta in cluster.ctas:
+            for warp in cta.warps:
+                self.instructions += self.program.executed(self, warp)
+        self.pool.append(cluster.ctas)
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def cancel_next(self) -> int | None:
+        """Cluster launch control: take the next cluster that has not started."""
+        while self.next_cluster in self.cancelled:
+            self.next_cluster += 1
+        if self.next_cluster >= self.launch.clusters:
+            return None
+        self.cancelled.add(self.next_cluster)
+        return self.next_cluster
+
+    # ---- the loop ----
+    def loop(self) -> None:
+        limit = self.options.resident or 1
+        grow = self.options.resident is None
+        ready, queue = self.ready, self.queue
+        while True:
+            while len(self.running) < limit and self.start_cluster():
+                pass
+            if not self.running:
+                while queue.run_one():
+                    pass
+                return
+            if ready:
+                self.run_ready()
+                continue
+            if queue.run_one():
+                self.fresh_progress = True
+                self.ask()
+                continue
+            self.ask()
+            if ready:
+                continue
+            if self.spinning and self.fresh_progress:
+                self.fresh_progress = False
+                self.release_spinning()
+                continue
+            if self.other_paths():
+                continue
+            if grow and self.spinning and limit < self.max_resident() and self.start_cluster():
+                limit += 1
+                self.fresh_progress = True
+                continue
+            raise deadlock(self)
+
+    def run_ready(self) -> None:
+        ready, queue = self.ready, self.queue
+        random_warps, lazy = self.random_warps, not queue.early
+        while ready:
+            if random_warps:
+                ready.rotate(-self.rng.randrange(len(ready)))
+            warp = ready.popleft()
+            before = warp.core.ctx.count
+            warp.run()
+            if type(warp.wait) is not Spin or warp.core.ctx.count - before > SPIN_INSTRUCTIONS:
+                self.fresh_progress = True
+            if lazy:
+                queue.between_warps()
+            if self.asking:
+                self.ask()
+
+    def other_paths(self) -> bool:
+        """Last resort before a deadlock: blocked diverged warps try their other paths."""
+        found = False
+        for cluster in self.running:
+            for cta in cluster.ctas:
+                for warp in cta.warps:
+                    if warp.wait is not None and warp.try_other_path():
+                        found = True
+        return found
+
+    def max_resident(self) -> int:
+        """Clusters that fit on the device at once."""
+        arch, launch = self.arch, self.launch
+        per_sm = max(
+            1,
+            min(
+                arch.smem_bytes_per_sm // (launch.dynamic_smem + CTA_OVERHEAD),
+                arch.max_threads_per_sm // launch.threads,
+            ),
+        )
+        return max(1, arch.num_sms * per_sm // launch.cluster_size)
+
+
+SPIN_INSTRUCTIONS = 64  # a polling loop is shorter than this
+
+
+class Spin(Wait):
+    """The wait of a warp that polls; it never becomes ready by itself."""
+
+    __slots__ = ("warp",)
+
+    def __init__(self, warp: Warp):
+        super().__init__(lambda: False, {"on": "polling"})
+        self.warp = warp
+
+
+def _triple(value) -> tuple[int, int, int]:
+    value = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+    return (*value, *([1] * (3 - len(value))))
+
+
+def run(
+    kernel: Kernel,
+    grid,
+    block,
+    cluster=(1, 1, 1),
+    dynamic_smem: int = 0,
+    params: bytes = b"",
+    memory: GlobalMemory | None = None,
+    schedule: Schedule | str | None = None,
+    options: Options | dict | None = None,
+) -> LaunchReport:
+    """Execute one kernel launch; raises a SimError when the program goes wrong."""
+    options = Options(**options) if isinstance(options, dict) else options or Options()
+    memory = memory or GlobalMemory()
+    launch = Launch(_triple(grid), _triple(block), _triple(cluster or 1), dynamic_smem)
+    program = load_program(kernel, options)
+    arch = program.arch
+    if dynamic_smem + program.static_smem > arch.smem_bytes:
+        raise MisuseError(
+            f"{kernel.name} wants {dynamic_smem + program.static_smem} bytes of shared memory; "
+            f"{arch.name} has {arch.smem_bytes}"
+        )
+    if launch.threads > arch.max_threads or launch.threads < 1:
+        raise MisuseError(f"{launch.threads} threads per CTA; {arch.name} has {arch.max_threads}")
+    if kernel.reqntid and kernel.reqntid != launch.block:
+        raise MisuseError(f"block {launch.block}, but the kernel requires {kernel.reqntid}")
+    if len(params) < kernel.param_bytes:
+        raise MisuseError(
+            f"{len(params)} bytes of parameters; {kernel.name} has {kernel.param_bytes}"
+        )
+    buffer = aligned_zeros(max(kernel.param_bytes, 16), 128)
+    buffer[: len(params)] = np.frombuffer(params, np.uint8)
+    memory.add(buffer.ctypes.data, buffer.nbytes, "launch parameters", writable=False)
+    for array, name in program.global_arrays:
+        memory.add(array.ctypes.data, array.nbytes, name)
+    machine = Machine(program, launch, buffer, memory, Schedule.of(schedule or Schedule()), options)
+    started = time.perf_counter()
+    with np.errstate(all="ignore"):
+        from fa_cute.sim import progress
+
+        with progress.bar(launch.clusters, kernel.name, options.progress) as machine.bar:
+            try:
+                machine.loop()
+            except SimError as error:
+                error.machine = machine
+                raise
+    return LaunchReport.of(machine, time.perf_counter() - started)
+
+
+__all__ = ["Cluster", "Cta", "Launch", "Machine", "Options", "Signal", "arch_of", "run"]
+
+
+def arch_of(kernel: Kernel):
+    """The Arch that the kernel was compiled for."""
+    return _arch.get(kernel.target)

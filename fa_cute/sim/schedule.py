@@ -1,0 +1,172 @@
+"""When asynchronous work happens, and in which order warps run.
+
+An asynchronous operation (a TMA copy, an MMA, a bulk store) is posted with the agent that performs
+it. Operations of one agent happen in order; agents are independent of each other. A schedule picks
+the moment: at issue (`early`), when nothing else can run (`late`), or at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from fa_cute.errors import ArgumentError
+from fa_cute.sim.handlers import Signal, Wait
+
+MODES = ("early", "late", "random")
+WARP_ORDERS = ("order", "random")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`mode` is for asynchronous work, `warps` for the order of warps; `seed` repeats a run."""
+
+    mode: str = "early"
+    warps: str = "order"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ArgumentError(f"schedule mode {self.mode!r}; allowed: {', '.join(MODES)}")
+        if self.warps not in WARP_ORDERS:
+            raise ArgumentError(f"warp order {self.warps!r}; allowed: {', '.join(WARP_ORDERS)}")
+
+    @classmethod
+    def of(cls, text: Schedule | str) -> Schedule:
+        """`early`, `late`, `random:7` (async and warps at random with seed 7), or a Schedule."""
+        if isinstance(text, Schedule):
+            return text
+        mode, _, seed = text.partition(":")
+        return cls(mode, "random" if mode == "random" else "order", int(seed or 0))
+
+    def __str__(self) -> str:
+        return f"{self.mode}/{self.warps}/{self.seed}"
+
+
+class AsyncQueue:
+    """Outstanding asynchronous operations."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.early = schedule.mode == "early"
+        self.rng = random.Random(schedule.seed)
+        self.agents: dict[Hashable, deque] = {}
+        self.order: deque[Hashable] = deque()  # agent of each operation, in order of issue
+        self.done = 0  # operations performed: somebody who polls may look again
+        self._running = False
+
+    def __len__(self) -> int:
+        return sum(len(q) for q in self.agents.values())
+
+    def post(self, kind: str, agent: Hashable, fn: Callable[[], None]) -> None:
+        """Perform `fn` now or later; it reads memory, writes results and signals barriers."""
+        if self.early and not self._running:
+            self.done += 1
+            self._running = True
+            try:
+                fn()
+            finally:
+                self._running = False
+            while self.agents:
+                self.run_one()
+            return
+        self.agents.setdefault(agent, deque()).append((kind, fn))
+        self.order.append(agent)
+
+    def pending(self, agent: Hashable) -> int:
+        return len(self.agents.get(agent, ()))
+
+    def run_one(self) -> bool:
+        """Perform one operation: the oldest, or the head of a random agent."""
+        if not self.agents:
+            return False
+        if self.schedule.mode == "random":
+            agent = self.rng.choice(list(self.agents))
+        else:
+            agent = self.order[0]
+            while agent not in self.agents:
+                self.order.popleft()
+                agent = self.order[0]
+            self.order.popleft()
+        queue = self.agents[agent]
+        _, fn = queue.popleft()
+        if not queue:
+            del self.agents[agent]
+        self.done += 1
+        fn()
+        return True
+
+    def drain(self, agent: Hashable) -> None:
+        """Perform everything that one agent still has to do."""
+        while agent in self.agents:
+            queue = self.agents[agent]
+            _, fn = queue.popleft()
+            if not queue:
+                del self.agents[agent]
+            self.done += 1
+            fn()
+
+    def between_warps(self) -> None:
+        """A chance for asynchronous work while warps are still running (random schedule only)."""
+        if self.schedule.mode == "random" and self.agents:
+            for _ in range(self.rng.randrange(3)):
+                self.run_one()
+
+    def kinds(self) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for queue in self.agents.values():
+            for kind, _ in queue:
+                out[kind] = out.get(kind, 0) + 1
+        return out
+
+
+class Groups(Signal):
+    """Commit groups of one kind of asynchronous operation (bulk, cp.async, wgmma)."""
+
+    __slots__ = ("committed", "kind", "open")
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.open = [0]  # outstanding operations of the group that is being collected
+        self.committed: deque[list[int]] = deque()
+
+    def add(self) -> Callable[[], None]:
+        """One more operation in the open group; call the result when it is done."""
+        group = self.open
+        group[0] += 1
+
+        def done() -> None:
+            group[0] -= 1
+            self.fire()
+
+        return done
+
+    def commit(self) -> None:
+        self.committed.append(self.open)
+        self.open = [0]
+
+    def outstanding(self, allowed: int) -> int:
+        """Groups beyond the `allowed` newest that are unfinished; the oldest retire first."""
+        while self.committed and self.committed[0][0] == 0:
+            self.committed.popleft()
+        return max(0, len(self.committed) - allowed)
+
+    def wait(self, allowed: int, ins=None) -> Wait | None:
+        if not self.outstanding(allowed):
+            return None
+        return Wait(
+            lambda: not self.outstanding(allowed),
+            lambda: {
+                "on": f"{self.kind} groups",
+                "outstanding": self.outstanding(allowed),
+                "allowed": allowed,
+            },
+            self,
+        )
+
+    def idle(self) -> bool:
+        """Nothing outstanding, committed or not."""
+        return self.open[0] == 0 and not self.outstanding(0)

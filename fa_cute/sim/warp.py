@@ -1,0 +1,181 @@
+"""A warp: its registers, where it stands, and the loop that runs it until it must wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fa_cute.errors import MisuseError
+from fa_cute.sim.handlers import FULL, Signal, Wait
+from fa_cute.sim.schedule import Groups
+
+if TYPE_CHECKING:
+    from fa_cute.sim.machine import Cta
+
+STOP, EXIT, ERROR, BUDGET = range(4)  # kinds of answers of an engine's run()
+
+
+class Warpgroup:
+    """Four consecutive warps: they share wgmma groups."""
+
+    __slots__ = ("_groups", "index", "warps")
+
+    def __init__(self, index: int):
+        self.index = index
+        self.warps: list[Warp] = []
+        self._groups: dict[str, Groups] = {}
+
+    def groups(self, kind: str) -> Groups:
+        groups = self._groups.get(kind)
+        if groups is None:
+            groups = self._groups[kind] = Groups(kind)
+        return groups
+
+
+class Warp:
+    """32 lanes. `core` (of the engine) holds registers and program counter."""
+
+    __slots__ = (
+        "_groups",
+        "at",
+        "cluster_generation",
+        "core",
+        "cta",
+        "index",
+        "last_seen",
+        "live",
+        "machine",
+        "pred",
+        "quarter",
+        "r32",
+        "r64",
+        "regs",
+        "run_core",
+        "since",
+        "special",
+        "spins",
+        "state",
+        "steps",
+        "time",
+        "v32",
+        "v64",
+        "vp",
+        "wait",
+        "warpgroup",
+    )
+
+    def __init__(self, core):
+        self.core = core
+        self.run_core = core.run
+        self.r32, self.r64, self.pred = core.r32, core.r64, core.pred
+        self.v32 = memoryview(core.r32).cast("B").cast("I")
+        self.v64 = memoryview(core.r64).cast("B").cast("Q")
+        self.vp = memoryview(core.pred).cast("B").cast("I")
+
+    def reset(self, cta: Cta, index: int, live: int, steps: list) -> None:
+        """Put the warp at the start of the kernel, as warp `index` of a CTA."""
+        self.cta, self.machine, self.index = cta, cta.machine, index
+        self.quarter = index % 4
+        self.steps = steps
+        self.live = live
+        self.wait: Wait | None = None
+        self.at = 0
+        self.time = 0
+        self.since = 0
+        self.regs = cta.launch_regs
+        self.cluster_generation = None
+        self.warpgroup = cta.warpgroups[index // 4]
+        self._groups: dict[str, Groups] = {}
+        self.spins: dict[int, tuple] = {}
+        self.core.start(live)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def ins(self):
+        """The instruction that is being handled, or that the warp waits at."""
+        return self.machine.program.kernel.instrs[self.at]
+
+    def groups(self, kind: str) -> Groups:
+        groups = self._groups.get(kind)
+        if groups is None:
+            groups = self._groups[kind] = Groups(kind)
+        return groups
+
+    def run(self) -> None:
+        """Go on until the warp waits, leaves or yields."""
+        run, steps = self.run_core, self.steps
+        while True:
+            stop = run()
+            if stop < 0x1000000000000000:
+                self.at = pc = stop >> 32
+                wait = steps[pc](self, stop & FULL)
+                if wait is not None and not self.block(wait):
+                    return
+            else:
+                if self.leave(stop):
+                    return
+
+    def block(self, wait: Wait) -> bool:
+        """Register the wait; True when it is over at once."""
+        while wait.ready():
+            if wait.then is None:
+                return True
+            wait = wait.then(self)
+            if wait is None:
+                return True
+        self.wait = wait
+        self.machine.blocked(self, wait)
+        return False
+
+    def wake(self) -> None:
+        """The wait is over: finish the instruction and queue for running."""
+        wait, self.wait = self.wait, None
+        if wait.then is not None:
+            again = wait.then(self)
+            if again is not None and not self.block(again):
+                return
+        self.machine.ready.append(self)
+
+    def leave(self, stop: int) -> bool:
+        """Not a handled instruction: exit, error, or the end of a time slice."""
+        kind = stop >> 60
+        if kind == EXIT:
+            self.live = 0
+            self.cta.warp_left(self)
+            return True
+        if kind == BUDGET:
+            self.machine.preempted(self)
+            return True
+        raise self.core.error()
+
+    def converge(self, mask: int, wanted: int, ins) -> Wait | None:
+        """Wait for the other lanes of `wanted`, which are on other paths of this warp."""
+        groups = self.core.groups()
+        others = 0
+        for _, lanes in groups:
+            others |= lanes
+        if wanted & ~others:
+            raise MisuseError(
+                f"{ins.where}: {ins.op}: lanes {wanted & ~others:#010x} of the mask have left"
+            )
+        return None
+
+    def try_other_path(self) -> bool:
+        """A diverged warp whose current path waits: continue with another path, if there is one."""
+        switch = getattr(self.core, "switch", None)
+        return bool(switch and switch())
+
+    def poll(self, ins, mask: int, values) -> Wait | None:
+        """After a load that may be part of a polling loop: None for a value that is news."""
+        seen = (mask, values.tobytes())
+        if self.spins.get(self.at) != seen:
+            self.spins[self.at] = seen
+            return None
+        return self.machine.spin(self)
+
+    def forget_wait(self) -> None:
+        source = self.wait.source if self.wait else None
+        if isinstance(source, Signal) and self in source.waiters:
+            source.waiters.remove(self)
+        self.wait = None
