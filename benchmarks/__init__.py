@@ -1,0 +1,1 @@
+"""Measurements on a GPU; nothing here is imported by the package."""

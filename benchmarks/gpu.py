@@ -1,0 +1,100 @@
+"""What every measurement needs: inputs, references, a timer, one process on the GPU at a time, a watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import statistics
+import tempfile
+import threading
+
+import torch
+
+LOCK = os.path.join(tempfile.gettempdir(), "fa_cute_gpu.lock")
+
+
+def flops(batch: int, heads: int, sq: int, sk: int, d: int, dv: int, causal: bool) -> float:
+    """Of a forward: two products, half of them when causal."""
+    return 2.0 * batch * heads * sq * sk * (d + dv) / (2 if causal else 1)
+
+
+def inputs(batch, sq, sk, heads, heads_kv, d, dv, dtype, seed=0):
+    """Normal random q, k, v on the GPU."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.float32, generator=g).to(dtype)
+
+    return rand(batch, sq, heads, d), rand(batch, sk, heads_kv, d), rand(batch, sk, heads_kv, dv)
+
+
+def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float64, low=None):
+    """(out, lse) of chosen query rows (default all) in ``dtype``; ``low``: the products' operands are
+    rounded to it first, as an unfused computation in that type does.
+    """
+    sq, sk = q.shape[1], k.shape[1]
+    rows = torch.arange(sq, device=q.device) if rows is None else rows
+    ratio = q.shape[2] // k.shape[2]
+    cast = (lambda x: x.to(low)) if low is not None else (lambda x: x.to(dtype))
+    Q = cast(q[:, rows].transpose(1, 2))
+    K = cast(k.transpose(1, 2).repeat_interleave(ratio, 1))
+    V = cast(v.transpose(1, 2).repeat_interleave(ratio, 1))
+    S = (Q @ K.transpose(-1, -2)) * scale
+    if causal:
+        hidden = torch.arange(sk, device=q.device)[None, :] > rows[:, None] + sk - sq
+        S = S.masked_fill(hidden, -math.inf)
+    lse = torch.logsumexp(S.to(dtype), -1)
+    P = torch.softmax(S.float() if low is not None else S, -1)
+    P = torch.where(torch.isnan(P), torch.zeros_like(P), P)
+    if causal:
+        P = P.masked_fill((lse == -math.inf)[..., None], 0.0)
+    O = cast(P) @ V
+    return O.transpose(1, 2), lse
+
+
+def times_ms(call, seconds: float = 0.15, warmup: int = 3, most: int = 60) -> list[float]:
+    """Durations of single launches by device events."""
+    for _ in range(warmup):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    n = max(5, min(most, int(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+    marks[0].record()
+    for i in range(n):
+        call()
+        marks[i + 1].record()
+    torch.cuda.synchronize()
+    return [marks[i].elapsed_time(marks[i + 1]) for i in range(n)]
+
+
+def median_ms(call, **kw) -> float:
+    """Median duration of one launch."""
+    return statistics.median(times_ms(call, **kw))
+
+
+@contextlib.contextmanager
+def gpu(limit_s: float):
+    """The GPU for this process alone; the process ends (code 3) if it holds it for longer, as a kernel
+    that hangs never returns.
+    """
+    with open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        dog = threading.Timer(limit_s, _give_up, (limit_s,))
+        dog.daemon = True
+        dog.start()
+        try:
+            yield
+        finally:
+            dog.cancel()
+
+
+def _give_up(limit_s: float) -> None:
+    print(f"no end after {limit_s} s on the GPU", flush=True)
+    os._exit(3)

@@ -1,0 +1,1 @@
+"""Forward on Hopper (sm_90a)."""

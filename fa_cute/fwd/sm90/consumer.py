@@ -1,0 +1,267 @@
+"""The consumer warpgroups of the SM90 forward kernel: both matrix products, softmax, output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from ...ops import rows, wgmma
+from .ctx import FwdCtx
+from .plan import TEAM_ROWS, TEAM_THREADS
+
+
+@dataclass(frozen=True)
+class Team:
+    """One warpgroup: who it is, and its registers and operands."""
+
+    index: Any  # of the team, warp-uniform
+    thread: Any  # in the team
+    warp: Any  # in the team, warp-uniform
+    S: cute.Tensor  # fp32 scores of a block
+    P: cute.Tensor  # left operand of P V
+    P_pairs: cute.Tensor  # the same registers as pairs
+    O: cute.Tensor  # fp32
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K, SLAB)
+    tSrK: cute.Tensor  # (MMA, MMA_N, MMA_K, STAGE)
+    tOrV: cute.Tensor  # (MMA, MMA_N, MMA_K, STAGE)
+
+
+def _team(cx: FwdCtx) -> Team:
+    """The team of the calling thread; consumers follow the loading warpgroup."""
+    a, c = cx.args, cx.cfg
+    thread = cute.arch.thread_idx()[0] - TEAM_THREADS
+    index = cute.arch.make_warp_uniform(thread // TEAM_THREADS)
+    P = wgmma.fragment_a(a.pv, c.tile_n)
+    return Team(
+        index=index,
+        thread=thread % TEAM_THREADS,
+        warp=cute.arch.make_warp_uniform(thread % TEAM_THREADS // 32),
+        S=wgmma.accumulator(a.qk, c.tile_n),
+        P=P,
+        P_pairs=cute.recast_tensor(P, Int32),
+        O=wgmma.accumulator(a.pv, c.head_dim_v),
+        tSrQ=wgmma.operand_a(a.qk, cx.smem.sQ),
+        tSrK=wgmma.operand_b(a.qk, cx.smem.sK),
+        tOrV=wgmma.operand_b(a.pv, wgmma.transposed(cx.smem.sV)),
+    )
+
+
+@cute.jit
+def _wait_turn(cx: FwdCtx, t: Team):
+    """Wait until the team before this one lets go of the tensor pipe."""
+    if const_expr(cx.cfg.take_turns and cx.cfg.teams > 1):
+        first = const_expr(cx.cfg.topology.barrier_id("turn0"))
+        cute.arch.barrier(barrier_id=first + t.index, number_of_threads=2 * TEAM_THREADS)
+
+
+@cute.jit
+def _pass_turn(cx: FwdCtx, t: Team):
+    """Let the next team start its turn."""
+    if const_expr(cx.cfg.take_turns and cx.cfg.teams > 1):
+        first = const_expr(cx.cfg.topology.barrier_id("turn0"))
+        after = t.index + 1
+        after = Int32(0) if after == cx.cfg.teams else after
+        cute.arch.barrier_arrive(barrier_id=first + after, number_of_threads=2 * TEAM_THREADS)
+
+
+@cute.jit
+def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
+    """One turn on the tensor pipe, complete on return: O (+)= P V of ``v_slot``, then S = Q K^T of
+    ``k_slot``; a slot that is None leaves its product out.
+    """
+    a, early = cx.args, const_expr(cx.cfg.early_pass)
+    _wait_turn(cx, t)
+    warpgroup.fence()
+    if const_expr(v_slot is not None):
+        n = const_expr(cute.size(t.P.shape[2]))
+        tail = const_expr(early if k_slot is None else 0)
+        V = t.tOrV[None, None, None, v_slot]
+        wgmma.issue(a.pv, t.O, t.P, V, accumulate, range(n - tail))
+        if const_expr(k_slot is None):
+            _pass_turn(cx, t)
+            wgmma.issue(a.pv, t.O, t.P, V, True, range(n - tail, n))
+    if const_expr(k_slot is not None):
+        n = const_expr(cute.size(t.tSrQ.shape[2]))
+        Q, K = t.tSrQ[None, None, None, slab], t.tSrK[None, None, None, k_slot]
+        wgmma.issue(a.qk, t.S, Q, K, False, range(n - early))
+        _pass_turn(cx, t)
+        wgmma.issue(a.qk, t.S, Q, K, True, range(n - early, n))
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def _mask(cx: FwdCtx, t: Team, tile, n_block):
+    """-inf for the keys of a block that a row does not see."""
+    row = cx.rows_of(tile, t.index) + t.warp * 16 + t.thread % 32 // rows.QUAD
+    ends = [cx.spec.mask.k_bounds(row + 8 * h, *cx.seqlens)[1] for h in range(rows.ROWS)]
+    rows.mask(t.S, None, ends, n_block * cx.cfg.tile_n + 2 * (t.thread % rows.QUAD))
+
+
+@cute.jit
+def _store(cx: FwdCtx, t: Team, tile, slab, final):
+    """O to global memory through the team's slab by TMA, one group of the team's first warp; LSE directly."""
+    dtype = cx.spec.element
+    factors, lse = (final[0], final[1]), (final[2], final[3])
+    mLSE, seqlen_q = cx.args.mLSE, cx.seqlens[0]
+    mine = cx.rows_of(tile, t.index) + t.warp * 16 + t.thread % 32 // rows.QUAD
+    if t.thread % rows.QUAD == 0:
+        for h in cutlass.range_constexpr(rows.ROWS):
+            if mine + 8 * h < seqlen_q:
+                mLSE[tile.batch, tile.head, mine + 8 * h] = lse[h]
+    rO = cute.make_rmem_tensor(t.O.shape, dtype)
+    pairs = cute.recast_tensor(rO, Int32)
+    for r in cutlass.range_constexpr(cute.size(t.O.shape) // 2):
+        f = factors[r % 2]
+        pairs[r] = rows.pack(t.O[2 * r] * f, t.O[2 * r + 1] * f, dtype)
+
+    to_smem = cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype),
+        cx.args.pv,
+    ).get_slice(t.thread)
+    sO = cx.smem.sO[None, None, slab]
+    # The whole team has waited for its last product with Q (it met in a turn since, or meets here), so
+    # nobody reads Q any more.
+    if const_expr(not (cx.cfg.take_turns and cx.cfg.teams > 1 and cx.cfg.joined)):
+        _meet(cx, t)
+    cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
+    cute.arch.fence_view_async_shared()
+    _meet(cx, t)
+    if t.warp == 0:
+        gO = cute.local_tile(
+            cx.args.mO[None, None, tile.head, tile.batch], (TEAM_ROWS, cx.cfg.head_dim_v), (None, 0)
+        )
+        tOsO, tOgO = cpasync.tma_partition(
+            cx.args.store_o,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cx.smem.sO, 0, 2),
+            cute.group_modes(gO, 0, 2),
+        )
+        m = tile.m_block * cx.cfg.teams + t.index
+        cute.copy(cx.args.store_o, tOsO[None, slab], tOgO[None, m])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _meet(cx: FwdCtx, t: Team):
+    """Barrier of one team."""
+    first = const_expr(cx.cfg.topology.barrier_id("team0"))
+    cute.arch.barrier(barrier_id=first + t.index, number_of_threads=TEAM_THREADS)
+
+
+@cute.jit
+def _skip(cx: FwdCtx, t: Team, end, count, turns: bool):
+    """Give back ``count`` slots unread: keys that only other teams of the tile see. With ``turns`` it
+    passes that many turns on, since turns go round.
+    """
+    for _ in cutlass.range(count, unroll=1):
+        slot = end.wait_and_advance()
+        slot.release()
+        if const_expr(turns):
+            _wait_turn(cx, t)
+            _pass_turn(cx, t)
+    return end
+
+
+@cute.jit
+def _first_scores(cx: FwdCtx, t: Team, q, k, tile):
+    """S of a tile's first block, in a turn of its own; returns the ends and the slab of Q."""
+    k = _skip(cx, t, k, cx.unseen(tile, t.index), True)
+    q_full, k_full = q.wait_and_advance(), k.wait_and_advance()
+    slab = q_full.index * cx.cfg.teams + t.index
+    _turn(cx, t, slab, k_full.index, None, False)
+    k_full.release()
+    return q, k, slab
+
+
+@cute.jit
+def _free_q(end, t: Team):
+    """Give back the oldest Q slot once the team's O has been read out of it."""
+    if t.warp == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        end.release()
+    end.advance()
+    return end
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A warpgroup: 64 rows from scores to output. Waits for load_q, load_k, load_v and for its turn;
+    frees their slots and passes the turn.
+    """
+
+    @cute.jit
+    def run(self, cx: FwdCtx):
+        c = cx.cfg
+        scale_log2, dtype = cx.args.scale_log2, cx.spec.element
+        t = _team(cx)
+        q, k, v = (
+            cx.pipes.load_q.make_consumer(),
+            cx.pipes.load_k.make_consumer(),
+            cx.pipes.load_v.make_consumer(),
+        )
+        q_done = cx.pipes.load_q.make_consumer()  # as q, but where slots are given back
+        if t.index == c.teams - 1:
+            _pass_turn(cx, t)  # nobody comes before the first team's first turn
+        sched = cx.scheduler()
+        tile = sched.tile()
+        slab = t.index  # of Q and O
+        if const_expr(c.joined):
+            q, k, slab = _first_scores(cx, t, q, k, tile)
+        storing = Boolean(False)  # the previous tile's O still lies in a slot of Q
+        while tile.valid:
+            blocks = cx.team_blocks(tile, t.index)
+            if const_expr(not c.joined):
+                q, k, slab = _first_scores(cx, t, q, k, tile)
+            v = _skip(cx, t, v, cx.unseen(tile, t.index), False)
+            if blocks.hi > blocks.full_hi:
+                _mask(cx, t, tile, blocks.hi - 1)
+            ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
+            if storing:
+                q_done = _free_q(q_done, t)
+            for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
+                n_block = blocks.hi - 2 - i
+                v_full, k_full = v.wait_and_advance(), k.wait_and_advance()
+                _turn(cx, t, slab, k_full.index, v_full.index, i != 0)
+                v_full.release()
+                k_full.release()
+                if n_block >= blocks.full_hi:
+                    _mask(cx, t, tile, n_block)
+                ref0, ref1, sum0, sum1 = rows.extend(
+                    t.S, t.P_pairs, t.O, scale_log2, (ref0, ref1, sum0, sum1), cx.spec
+                )
+            several = blocks.hi - blocks.lo > 1
+            sched = sched.next()
+            after = sched.tile()
+            v_full = v.wait_and_advance()
+            if const_expr(c.joined):
+                if after.valid:
+                    k = _skip(cx, t, k, cx.unseen(after, t.index), True)
+                    q.wait()
+                    k.wait()
+                # After the last tile this multiplies what happens to lie there, and nobody looks.
+                q_next, k_next = q.current_handle(), k.current_handle()
+                next_slab = q_next.index * c.teams + t.index
+                _turn(cx, t, next_slab, k_next.index, v_full.index, several)
+                if after.valid:
+                    k.release()
+                    k.advance()
+                    q.advance()
+            else:
+                next_slab = slab
+                _turn(cx, t, slab, None, v_full.index, several)
+            v_full.release()
+            _store(cx, t, tile, slab, rows.finish((ref0, ref1, sum0, sum1)))
+            storing = Boolean(True)
+            if const_expr(not c.joined):
+                q_done = _free_q(q_done, t)
+            slab, tile = next_slab, after
+        if const_expr(c.joined):
+            if storing:
+                q_done = _free_q(q_done, t)

@@ -1,0 +1,151 @@
+"""The SM90 forward kernel: plans and roles put together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ... import sched
+from ...ops import pipes, wgmma
+from ...ops.softmax import scale_log2_of
+from ..args import FwdSpec
+from .consumer import Consumer
+from .ctx import FwdArgs, FwdCtx
+from .load import Load
+from .plan import TEAM_ROWS, FwdConfig
+
+
+def _rows_first(x: cute.Tensor) -> cute.Tensor:
+    """(batch, rows, heads, head_dim) as (rows, head_dim, heads, batch)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+
+
+class FwdSm90:
+    """``out = softmax(q k^T * scale) v`` and LSE on Hopper.
+
+    A call takes q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k >= 1, heads_kv, head_dim or
+    head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32, a positive scale.
+    """
+
+    def __init__(self, cfg: FwdConfig, spec: FwdSpec):
+        self.cfg, self.spec = cfg, spec
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        softmax_scale: Float32,
+        stream,
+    ):
+        c, dtype = self.cfg, self.spec.element
+        slabs = c.teams * c.q_stages
+        layouts = SimpleNamespace(
+            sQ=wgmma.rows_layout(dtype, TEAM_ROWS, c.head_dim, slabs),
+            sK=wgmma.rows_layout(dtype, c.tile_n, c.head_dim, c.kv_stages),
+            sV=wgmma.rows_layout(dtype, c.tile_n, c.head_dim_v, c.kv_stages),
+            sO=wgmma.rows_layout(dtype, TEAM_ROWS, c.head_dim_v, slabs),
+        )
+        heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
+        space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
+        order = sched.make(
+            c.scheduler,
+            space,
+            seqlen_k=mK.shape[1],
+            kv_bytes_per_row=self.spec.kv_bytes_per_row,
+            qhead_per_kvhead=self.spec.qhead_per_kvhead,
+        )
+        tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
+        load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
+        load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
+        load_v, tV = tma(load, _rows_first(mV), layouts.sV, (c.tile_n, c.head_dim_v))
+        store_o, tO = tma(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            _rows_first(mO),
+            layouts.sO,
+            (TEAM_ROWS, c.head_dim_v),
+        )
+        args = FwdArgs(
+            load_q=load_q,
+            load_k=load_k,
+            load_v=load_v,
+            store_o=store_o,
+            mQ=tQ,
+            mK=tK,
+            mV=tV,
+            mO=tO,
+            mLSE=mLSE,
+            qk=wgmma.make_mma(dtype, c.tile_n),
+            pv=wgmma.make_mma(dtype, c.head_dim_v, a_in_regs=True, b_transposed=True),
+            scale_log2=scale_log2_of(softmax_scale),
+            order=order,
+        )
+        self.kernel(args).launch(
+            grid=order.grid(c.grid_sms),
+            block=(c.warps.threads, 1, 1),
+            max_number_threads=(c.warps.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, args: FwdArgs):
+        c = self.cfg
+        dtype = self.spec.element
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == c.warps["load"].start:
+            for atom in (args.load_q, args.load_k, args.load_v, args.store_o):
+                cpasync.prefetch_descriptor(atom)
+        cx = FwdCtx(
+            cfg=c,
+            spec=self.spec,
+            args=args,
+            smem=_allocate(c, dtype),
+            pipes=pipes.build(c.topology, c.warps, c.smem),
+            barriers=pipes.barriers(c.topology, c.warps),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        load, first = c.warps["load"], c.warps[c.consumers[0]]
+        if warp < first.start:
+            cute.arch.setmaxregister_decrease(load.regs)
+            if warp == load.start:
+                Load().run(cx)
+        else:
+            cute.arch.setmaxregister_increase(first.regs)
+            Consumer().run(cx)
+
+
+def _allocate(c: FwdConfig, dtype) -> SimpleNamespace:
+    """Shared-memory tensors as the plan lays them out."""
+    slabs = c.teams * c.q_stages
+    shapes = {
+        "sQ": (TEAM_ROWS, c.head_dim, slabs),
+        "sK": (c.tile_n, c.head_dim, c.kv_stages),
+        "sV": (c.tile_n, c.head_dim_v, c.kv_stages),
+        "sO": (TEAM_ROWS, c.head_dim_v, slabs),
+    }
+    memory = SmemAllocator()
+    base = memory.allocate(c.smem.field_bytes, byte_alignment=1024)
+    found = {}
+    for name, shape in shapes.items():
+        layout = wgmma.rows_layout(dtype, *shape)
+        pointer = cute.recast_ptr(base + c.smem.offset(name), layout.inner, dtype=dtype)
+        outer = layout.outer
+        if const_expr(name == "sO" and c.o_over_q):
+            slab = cute.select(outer, mode=[0, 1])
+            outer = cute.append(slab, cute.make_layout(slabs, stride=TEAM_ROWS * c.head_dim))
+        found[name] = cute.make_tensor(pointer, outer)
+    return SimpleNamespace(**found)
+
+
+_ = (cutlass, pipeline)

@@ -1,0 +1,199 @@
+"""Softmax on rows that four neighbouring threads of a warp share (wgmma accumulators).
+
+A thread holds two rows: accumulator register 4 j + 2 h + i is row h, column 8 j + 2 (t % 4) + i (and
+eight rows further down for h = 1).
+
+Online softmax needs some reference m per row so that exp2(s - m) neither overflows nor vanishes; it
+need not be the running maximum. `begin` takes the maximum of the row's first block. `extend` keeps
+that reference: it makes P at once, without looking for a maximum, without talking to the neighbours and
+without touching O, and only compares the block's sum of P with a limit. Where a sum exceeds the limit
+(or is not a number, as with no reference yet), `restart` takes the new maximum and rescales. The result is
+the same softmax: a common factor of P, of its sum and of O cancels at the end.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from . import ptx
+
+ROWS = 2  # of one thread
+QUAD = 4  # threads that share a row
+LN_2 = 0.6931471805599453
+
+# Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504; bf16 has the
+# range of fp32, where P V and the sum stay far below overflow.
+SUM_LIMIT = {"fp16": 2.0**14, "bf16": 2.0**40}
+
+
+@dsl_user_op
+def pack(low, high, dtype, *, loc=None, ip=None) -> Int32:
+    """Two fp32 values rounded to a pair of 16-bit ones in one register."""
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
+            f"cvt.rn.{kind}.f32 $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def fma(a, b, c, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)],
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@cute.jit
+def quad_max(x: Float32) -> Float32:
+    """Maximum over the four threads of a row."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+@cute.jit
+def quad_sum(x: Float32) -> Float32:
+    """Sum over the four threads of a row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+@cute.jit
+def mask(acc: cute.Tensor, k_lo, k_hi, first_column):
+    """-inf outside columns [k_lo[h], k_hi[h]) of each row h; register column 0 is ``first_column``.
+
+    ``k_lo`` None: no lower bound.
+    """
+    n = const_expr(cute.size(acc.shape) // (2 * ROWS))
+    for h in cutlass.range_constexpr(ROWS):
+        end = k_hi[h] - first_column
+        start = 0 if const_expr(k_lo is None) else k_lo[h] - first_column
+        for j in cutlass.range_constexpr(n):
+            for i in cutlass.range_constexpr(2):
+                r = const_expr(4 * j + 2 * h + i)
+                column = const_expr(8 * j + i)
+                keep = column < end
+                if const_expr(k_lo is not None):
+                    keep = keep & (column >= start)
+                acc[r] = acc[r] if keep else -Float32.inf
+
+
+@cute.jit
+def exponentials(acc: cute.Tensor, p: cute.Tensor, scale_log2, reference, dtype):
+    """P = exp2(S * scale - reference) in 16 bits; returns this thread's sums of the two rows (fp32).
+
+    ``p``: the left operand's registers as Int32 pairs.
+    """
+    n = const_expr(cute.size(acc.shape) // (2 * ROWS))
+    sums = [Float32(0.0), Float32(0.0)]
+    minus = [-reference[0], -reference[1]]
+    for j in cutlass.range_constexpr(n):
+        for h in cutlass.range_constexpr(ROWS):
+            low = ptx.ex2_ftz(fma(acc[4 * j + 2 * h], scale_log2, minus[h]))
+            high = ptx.ex2_ftz(fma(acc[4 * j + 2 * h + 1], scale_log2, minus[h]))
+            sums[h] = (low + high) if const_expr(j == 0) else sums[h] + low + high
+            p[2 * j + h] = pack(low, high, dtype)
+    return sums[0], sums[1]
+
+
+@cute.jit
+def maxima(acc: cute.Tensor):
+    """Row maxima over a block, the same in all four threads of a row."""
+    n = const_expr(cute.size(acc.shape) // (2 * ROWS))
+    found = []
+    for h in cutlass.range_constexpr(ROWS):
+        even, odd = acc[2 * h], acc[2 * h + 1]
+        for j in cutlass.range_constexpr(1, n):
+            even = cute.arch.fmax(even, acc[4 * j + 2 * h])
+            odd = cute.arch.fmax(odd, acc[4 * j + 2 * h + 1])
+        found.append(quad_max(cute.arch.fmax(even, odd)))
+    return found[0], found[1]
+
+
+@cute.jit
+def finite(reference: Float32) -> Float32:
+    """0 where there is no reference (-inf: no key seen), so that exp2(-inf - 0) is 0."""
+    return Float32(0.0) if reference == -Float32.inf else reference
+
+
+@cute.jit
+def begin(acc: cute.Tensor, p: cute.Tensor, scale_log2, dtype):
+    """First block of the rows: P, and the state (references, sums) of the rows.
+
+    A row that sees no key of the block has reference -inf and sum 0.
+    """
+    m = maxima(acc)
+    ref = (m[0] * scale_log2, m[1] * scale_log2)
+    sums = exponentials(acc, p, scale_log2, (finite(ref[0]), finite(ref[1])), dtype)
+    return ref[0], ref[1], sums[0], sums[1]
+
+
+@cute.jit
+def restart(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, ref, sums, dtype):
+    """P with the running maximum as new reference; O and the old sums are rescaled to it."""
+    m = maxima(acc)
+    new = [cute.arch.fmax(ref[h], m[h] * scale_log2) for h in range(ROWS)]
+    safe = [finite(new[0]), finite(new[1])]
+    factor = [ptx.ex2_ftz(ref[h] - safe[h]) for h in range(ROWS)]
+    part = exponentials(acc, p, scale_log2, safe, dtype)
+    for j in cutlass.range_constexpr(cute.size(o.shape) // (2 * ROWS)):
+        for h in cutlass.range_constexpr(ROWS):
+            for i in cutlass.range_constexpr(2):
+                o[4 * j + 2 * h + i] = o[4 * j + 2 * h + i] * factor[h]
+    return new[0], new[1], fma(sums[0], factor[0], part[0]), fma(sums[1], factor[1], part[1])
+
+
+@cute.jit
+def extend(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, spec):
+    """A further block: P and the new state (references, sums); O is rescaled only by `restart`."""
+    dtype = spec.element
+    limit = SUM_LIMIT[spec.dtype]
+    ref0, ref1, sum0, sum1 = state
+    part = exponentials(acc, p, scale_log2, (ref0, ref1), dtype)
+    fits = (part[0] <= limit) & (part[1] <= limit)  # false for NaN
+    if cute.arch.vote_all_sync(fits):
+        sum0 = sum0 + part[0]
+        sum1 = sum1 + part[1]
+    else:
+        ref0, ref1, sum0, sum1 = restart(acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), dtype)
+    return ref0, ref1, sum0, sum1
+
+
+@cute.jit
+def finish(state):
+    """Factors of O and the natural-log LSE of both rows, the same in all four threads of a row."""
+    ref0, ref1, sum0, sum1 = state
+    total = [quad_sum(sum0), quad_sum(sum1)]
+    refs = [ref0, ref1]
+    factor, lse = [], []
+    for h in cutlass.range_constexpr(ROWS):
+        none = total[h] == 0.0
+        factor.append(Float32(0.0) if none else cute.arch.rcp_approx(total[h]))
+        lse.append(-Float32.inf if none else (refs[h] + ptx.lg2_ftz(total[h])) * LN_2)
+    return factor[0], factor[1], lse[0], lse[1]
+
+
+_ = Boolean
