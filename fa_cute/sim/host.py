@@ -1,13 +1,13 @@
 """Compiled CuTe-DSL functions, called with torch CPU tensors, on the simulated machine.
 
-    with host.session("sm_100a") as s:
-        compiled = cute.compile(kernel, ..., options="--enable-tvm-ffi")
-        compiled(q, k, v)
-    s.launches  # one report per kernel launch
+with host.session("sm_100a") as s:
+    compiled = cute.compile(kernel, ..., options="--enable-tvm-ffi")
+    compiled(q, k, v)
+s.launches  # one report per kernel launch
 
-    host.save(compiled, path)                     # another process, no DSL and no tracing:
-    with host.session("sm_100a", dsl=False):
-        host.load(path)(q, k, v)
+host.save(compiled, path)                     # another process, no DSL and no tracing:
+with host.session("sm_100a", dsl=False):
+    host.load(path)(q, k, v)
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ def _dump_dir() -> Path:
 class Session:
     """One machine that compiled functions run on; `launches` grows by a report per kernel launch."""
 
-    def __init__(self, arch, schedule=None, num_sms: int | None = None, lineinfo: bool = True, **options):
+    def __init__(
+        self, arch, schedule=None, num_sms: int | None = None, lineinfo: bool = True, **options
+    ):
         self.arch = arches.get(arch) if isinstance(arch, str) else arch
-        self.schedule = schedule
+        self.schedule = schedule  # None: asynchronous work completes at once
         self.num_sms = num_sms or self.arch.num_sms
         self.lineinfo = lineinfo
         self.options = options
@@ -82,9 +84,11 @@ class Session:
             self._arguments = before
 
     def launch(self, kernel, grid, block, cluster, dynamic_smem: int, params: bytes) -> None:
-        from . import machine, memory
+        from . import machine, memory, schedule
 
-        extents = [*self._arguments, *(extent for extent, _ in self._shared.values())]
+        world = memory.GlobalMemory()
+        for extent in (*self._arguments, *(extent for extent, _ in self._shared.values())):
+            world.add(extent.ptr, extent.nbytes, extent.name)
         report = machine.run(
             kernel,
             grid,
@@ -92,9 +96,9 @@ class Session:
             cluster,
             dynamic_smem,
             params,
-            memory.GlobalMemory(extents),
-            self.schedule,
-            self.options,
+            world,
+            self.schedule or "early",
+            machine.Options(**self.options),
         )
         self.launches.append(report)
 
@@ -156,7 +160,9 @@ class HostFunction:
         import tvm_ffi
 
         self._blob, self._names, self._symbol, self._program = blob, tuple(names), symbol, program
-        self._function = tvm_ffi.Function.__from_extern_c__(host.symbol(symbol), keep_alive_object=host)
+        self._function = tvm_ffi.Function.__from_extern_c__(
+            host.symbol(symbol), keep_alive_object=host
+        )
         _kept.append((host, program))
 
     @property
@@ -192,7 +198,9 @@ def function_of(compiled) -> HostFunction:
     """The native half of a TVM-FFI function that was compiled in a session."""
     parts = getattr(compiled, "_fa_cute_host", None)
     if parts is None:
-        raise SimError("only functions compiled with --enable-tvm-ffi inside a session can be taken out of it")
+        raise SimError(
+            "only functions compiled with --enable-tvm-ffi inside a session can be taken out of it"
+        )
     return HostFunction(*parts)
 
 

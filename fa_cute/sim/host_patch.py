@@ -85,16 +85,17 @@ def _forget_environment(env_manager) -> None:
 
 
 def _patch_devices(patches: Patches, session) -> None:
-    from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction, CudaDialectJitModule
+    from cutlass.cutlass_dsl.cuda_jit_executor import (
+        CudaDialectJitCompiledFunction,
+        CudaDialectJitModule,
+    )
     from cutlass.utils import HardwareInfo
 
     arch = session.arch
     patches.attribute(CudaDialectJitCompiledFunction, "num_devices", 1)
     patches.attribute(CudaDialectJitModule, "unload", lambda self: setattr(self, "_unloaded", True))
     patches.attribute(HardwareInfo, "__init__", lambda self, device_id=0: None)
-    patches.attribute(
-        HardwareInfo, "get_device_multiprocessor_count", lambda self: session.num_sms
-    )
+    patches.attribute(HardwareInfo, "get_device_multiprocessor_count", lambda self: session.num_sms)
     patches.attribute(
         HardwareInfo,
         "get_max_active_clusters",
@@ -200,5 +201,3 @@ def _mapped_call(call, session):
         return result
 
     return run
-
-

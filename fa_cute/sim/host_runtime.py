@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 from ..errors import MisuseError, SimError
 from . import ptx
@@ -16,6 +26,11 @@ from . import ptx
 _ATTRIBUTE_COOPERATIVE = 2
 _ATTRIBUTE_CLUSTER_DIMENSION = 4
 _DEVICE_MAX_SHARED_OPTIN = 97
+_ERROR_NO_DEVICE = 100  # cudaErrorNoDevice
+
+
+class NoSessionError(SimError):
+    """Simulated code that runs after its session: nobody would look at a kept error, so C gets a code."""
 
 
 class _LaunchAttribute(Structure):
@@ -59,7 +74,9 @@ class HostProgram:
 
     def kernel(self, name: str):
         if self.text is None:
-            raise SimError(f"kernel {name!r} has no PTX text: it was compiled without keeping its PTX")
+            raise SimError(
+                f"kernel {name!r} has no PTX text: it was compiled without keeping its PTX"
+            )
         kernels = parse(self.text).kernels
         if name not in kernels:
             raise SimError(f"kernel {name!r} is not in its PTX; there: {', '.join(kernels)}")
@@ -89,7 +106,9 @@ class HostProgram:
             if self.error is None:
                 try:
                     function(*args)
-                except BaseException as error:  # noqa: BLE001  kept and raised by the caller of the host code
+                except NoSessionError:
+                    return _ERROR_NO_DEVICE
+                except BaseException as error:  # raised again by `check`
                     self.error = error
             return 0
 
@@ -163,7 +182,9 @@ class HostProgram:
         if name not in self.callbacks:
 
             def unknown(*_):
-                raise SimError(f"the compiled host code calls {name}, which the simulator does not model")
+                raise SimError(
+                    f"the compiled host code calls {name}, which the simulator does not model"
+                )
 
             self.callbacks[name] = CFUNCTYPE(c_int32)(self._guarded(unknown))
         return self.callbacks[name]
