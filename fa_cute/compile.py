@@ -14,7 +14,7 @@ from typing import Any
 
 from . import cache, log, tune
 from .arch import Arch
-from .errors import CompileError
+from .errors import CompileError, FaCuteError
 
 ALIGN_BYTES = 16
 TARGETS = ("cuda", "sim")
@@ -78,11 +78,13 @@ def build_forward(cfg, spec, arch: Arch, options: str = ""):
     """Trace and compile the forward kernel, without any cache; ``options`` as in cute.compile."""
     cute = require_dsl()
     module, name = tune.KERNELS[arch.family]
-    kernel = getattr(import_module(module), name)(cfg, spec)
     flags = f"--enable-tvm-ffi --gpu-arch {arch.name} {options}".strip()
     _log.info("compiling %s for %s: %s", name, arch, spec)
     try:
+        kernel = getattr(import_module(module), name)(cfg, spec)
         return cute.compile(kernel, *_forward_arguments(spec), options=flags)
+    except FaCuteError:
+        raise
     except Exception as error:  # the DSL raises its own kinds
         raise CompileError(
             f"{name} for {arch} does not compile: {type(error).__name__}: {error}\n"

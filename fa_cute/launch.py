@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import cache
 
 import torch
 
 from . import compile, tune
 from .arch import Arch
 from .errors import FaCuteError
+from .plan import show
 from .problem import AttnProblem
 
 _one_machine = threading.RLock()  # a process simulates one machine at a time
@@ -47,7 +49,7 @@ def forward(tensors, problem: AttnProblem, arch: Arch, backend: str) -> None:
     kernel = compile.forward(cfg, spec, arch, backend)
     args = (*map(plain_strides, tensors), problem.softmax_scale)
     if backend == "sim":
-        _simulate(kernel, args, arch)
+        _simulate(kernel, args, arch, cfg)
         return
     with torch.cuda.device(tensors[0].device):
         kernel(*args)
@@ -65,14 +67,21 @@ def simulated_schedule() -> str:
     return os.environ.get("FA_CUTE_SIM_SCHEDULE", "").strip() or "early"
 
 
-def _simulate(kernel, args, arch: Arch) -> None:
+@cache
+def plan_names(cfg) -> dict:
+    """The plan in the form that the simulator's reports take their names from."""
+    return show.to_dict(cfg)
+
+
+def _simulate(kernel, args, arch: Arch, cfg) -> None:
     from .sim import host
 
     with _one_machine:
         if host.current() is not None:
             kernel(*args)
             return
-        with host.session(arch, dsl=False, schedule=simulated_schedule()):
+        options = {"schedule": simulated_schedule(), "plan": plan_names(cfg)}
+        with host.session(arch, dsl=False, **options):
             kernel(*args)
 
 
