@@ -1,6 +1,7 @@
 """A plan as text for people and as a dict for tools.
 
-``plan`` is any object with ``warps, topology, smem`` and ``tmem`` (None or missing without tensor memory).
+``plan`` is any object with ``warps, topology, smem`` and ``tmem`` (None or missing without tensor
+memory).
 """
 
 from __future__ import annotations
