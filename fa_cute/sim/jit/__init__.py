@@ -1,0 +1,33 @@
+"""Native execution of PTX for one warp at a time, without a compiler on the machine.
+
+`build` turns a kernel into records, `Program.warp` gives a register file, `WarpState.run` executes
+until an instruction comes that Python has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from fa_cute.sim.jit.context import KIND_BUDGET, KIND_ERROR, KIND_EXIT, KIND_STOP, Context
+from fa_cute.sim.jit.program import Program, WarpState, supports
+from fa_cute.sim.ptx import Kernel
+
+
+def build(
+    kernel: Kernel, handled: Collection[int] = (), symbols: Mapping[str, int] | None = None
+) -> Program:
+    """Encode a kernel; `handled` are the indices of the instructions that Python executes."""
+    return Program(kernel, handled, symbols or {})
+
+
+__all__ = [
+    "KIND_BUDGET",
+    "KIND_ERROR",
+    "KIND_EXIT",
+    "KIND_STOP",
+    "Context",
+    "Program",
+    "WarpState",
+    "build",
+    "supports",
+]

@@ -1,0 +1,401 @@
+"""A kernel as a table of records, and the register file of a warp that runs it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+
+from fa_cute.errors import MisuseError, OutOfBoundsError, SimError, UnknownInstructionError
+from fa_cute.sim.jit import context as cx
+from fa_cute.sim.jit.context import Context
+from fa_cute.sim.jit.library import library, spec
+from fa_cute.sim.jit.registry import Form, Spec, Unsupported, form_of
+from fa_cute.sim.ptx import Bank, Imm, Instr, Kernel, Label, Mem, Not, Pair, Reg, Special, Sym, Vec
+
+_RECORD = struct.Struct("<QII10Iq")
+_ALL = 0xFFFFFFFF
+_CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo")
+
+
+class _Sink:
+    """Operand that nothing reads."""
+
+
+SINK = _Sink()
+_PAIRED = {"setp": 1, "shfl": 1, "match": 1, "elect": 1}
+
+
+def flatten(instr: Instr) -> list:
+    """Operands in the order of the native function: pairs, vectors and .b128 spread out."""
+    flat: list = []
+    op = instr.parts[0]
+    for position, operand in enumerate(instr.operands):
+        if isinstance(operand, Pair):
+            flat += [operand.first, operand.second]
+        elif isinstance(operand, Vec):
+            flat += operand.items
+        else:
+            flat.append(operand)
+            if position == 0 and op in _PAIRED:
+                flat.append(SINK)
+    if op in ("atom", "red", "ld", "st", "prefetch") and "L2::cache_hint" in instr.parts:
+        flat.pop()
+    if instr.parts[-1] == "b128" and op == "mov":
+        flat = [piece for operand in flat for piece in _halves(operand)]
+    return flat
+
+
+def _halves(operand) -> list:
+    if isinstance(operand, Reg) and operand.type == ".b128":
+        high = Reg(operand.bank, operand.index + 1, operand.name, operand.type)
+        return [operand, high]
+    return [operand]
+
+
+def _width(operand) -> int:
+    """Declared width of a register; 0 for anything else, and for a memory operand its base's."""
+    if isinstance(operand, Mem):
+        operand = operand.base
+    return operand.bits if isinstance(operand, Reg) else 0
+
+
+def form_for(instr: Instr) -> tuple[Form, list]:
+    """The native form of an instruction and its flat operands; raises Unsupported."""
+    flat = flatten(instr)
+    op = instr.parts[0]
+    if op == "mov" and len(flat) == 2 and isinstance(flat[1], Special) and flat[1].name in _CLOCKS:
+        parts: tuple[str, ...] = ("clock", *instr.parts[1:])
+    else:
+        parts = instr.parts
+    if op in ("fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "membar"):
+        flat = []
+        parts = parts[:1]
+    if op in ("bar", "barrier"):
+        flat = flat[:1]
+    widths = tuple(_width(o) for o in flat)
+    form = form_of(parts, len(flat), widths)
+    if op == "mov" and len(flat) == 2:
+        form = Form(form.parts, 2)
+    if op == "cvt":
+        wide = flat and _width(flat[0]) > _type_width(instr.parts[-2])
+        form = Form(form.parts, 0, (widths[0],) if wide else ())
+    signature = spec(form.key).sig
+    if len(signature) != len(flat):
+        raise Unsupported(f"{len(flat)} operands instead of {len(signature)}")
+    return form, flat
+
+
+def _type_width(name: str) -> int:
+    digits = re.match(r"[bsu](\d+)$", name)
+    return int(digits[1]) if digits else 64
+
+
+def supports(instr: Instr) -> bool:
+    """Whether native code can execute the instruction."""
+    try:
+        form_for(instr)
+    except Unsupported:
+        return False
+    return True
+
+
+class _Rows:
+    """Where each operand lives in a warp's register file."""
+
+    def __init__(self, kernel: Kernel, symbols: Mapping[str, int]):
+        self.kernel, self.symbols = kernel, symbols
+        self.r64 = kernel.n32 * 128
+        self.r64 += -self.r64 % 256
+        self.end = self.r64 + kernel.n64 * 256
+        self.sink = self._new(256)
+        self.consts: dict[tuple[int, int], int] = {}  # (bits, width) -> offset
+        self.specials: dict[str, int] = {}
+        self.shared: dict[int, int] = {}  # offset in shared memory -> row with the rank added
+        self.lanes: dict[str, int] = {}
+        self.preds = self._new(4 * (kernel.npred + 3))
+        self.true = self.preds + 4 * kernel.npred
+        self.false, self.pred_sink = self.true + 4, self.true + 8
+
+    def _new(self, size: int) -> int:
+        at = self.end
+        self.end += size + -size % 64
+        return at
+
+    def const(self, bits: int, width: int) -> int:
+        key = (bits & ((1 << width) - 1), 64 if width == 64 else 32)
+        if key not in self.consts:
+            self.consts[key] = self._new(4 * key[1])
+        return self.consts[key]
+
+    def special(self, name: str) -> int:
+        if name not in self.specials:
+            self.specials[name] = self._new(256)
+        return self.specials[name]
+
+    def symbol(self, operand: Sym) -> int:
+        """A row with the value of a symbol."""
+        name = operand.name
+        if name in self.kernel.param:
+            return self.const(self.kernel.param[name].offset + operand.offset, 64)
+        if name not in self.symbols:
+            raise Unsupported(f"symbol {name}")
+        value = self.symbols[name] + operand.offset
+        var = self.kernel.shared.get(name)
+        if var is None:
+            return self.const(value, 64)
+        if value not in self.shared:
+            self.shared[value] = self._new(256)
+        return self.shared[value]
+
+    def source(self, operand, kind: str) -> int:
+        if isinstance(operand, Reg):
+            if operand.bank is Bank.R32:
+                return operand.index * 128
+            if operand.bank is Bank.R64:
+                return self.r64 + operand.index * 256
+            return self.preds + 4 * operand.index
+        if isinstance(operand, Imm):
+            if kind == "pred":
+                return self.true if operand.bits else self.false
+            wide = kind in ("i64", "f64", "mem", "f32x2")
+            return self.const(operand.bits, 64 if wide else 32)
+        if isinstance(operand, Not):
+            return self.preds + 4 * operand.reg.index + 1
+        if isinstance(operand, Special):
+            return self.special(operand.name)
+        if isinstance(operand, Sym) and not operand.is_sink:
+            return self.symbol(operand)
+        raise Unsupported(f"operand {operand}")
+
+    def destination(self, operand, kind: str) -> int:
+        if operand is SINK or (isinstance(operand, Sym) and operand.is_sink):
+            return self.pred_sink if kind == "=pred" else self.sink
+        if not isinstance(operand, Reg):
+            raise Unsupported(f"destination {operand}")
+        return self.source(operand, kind)
+
+
+_BANK_OF = {"pred": Bank.PRED}
+
+
+def _check_bank(operand, kind: str) -> None:
+    """A register of the wrong width would be read as its neighbours."""
+    if not isinstance(operand, Reg):
+        return
+    name = kind.lstrip("=")
+    if name in ("mem", "imm", "label"):
+        return
+    expected = Bank.R64 if name in ("i64", "f64", "f32x2") else _BANK_OF.get(name, Bank.R32)
+    if operand.bank is not expected:
+        raise Unsupported(f"register {operand.name} of {operand.type} as {name}")
+
+
+class Program:
+    """A kernel ready to run: records, and the layout of a warp's register file."""
+
+    def __init__(self, kernel: Kernel, handled: Collection[int], symbols: Mapping[str, int]):
+        self.kernel = kernel
+        self.rows = _Rows(kernel, symbols)
+        self.handled = frozenset(handled)
+        encoded = [self._encode(i, instr) for i, instr in enumerate(kernel.instrs)]
+        addresses = library().get({key for key, *_ in encoded} | {"ret"})
+        records = bytearray()
+        for key, guard, flip, slots, imm in encoded:
+            padded = slots + [0] * (cx.RECORD_NUM_SLOTS - len(slots))
+            records += _RECORD.pack(addresses[key], guard, flip, *padded, imm)
+        records += _RECORD.pack(addresses["ret"], self.rows.true, 0, *[0] * 10, 0)
+        self.records = np.frombuffer(bytes(records), np.uint8).copy()
+        self.specials = sorted(self.rows.specials)
+        self._template = self._make_template()
+
+    def _encode(self, index: int, instr: Instr) -> tuple[str, int, int, list[int], int]:
+        guard, flip = self.rows.true, 0
+        if instr.guard is not None:
+            register, negated = instr.guard
+            guard, flip = self.rows.source(register, "pred"), _ALL if negated else 0
+        if index in self.handled:
+            return "stop", guard, flip, [], 0
+        try:
+            form, flat = form_for(instr)
+            slots, imm = self._slots(spec(form.key), flat)
+        except Unsupported as why:
+            raise UnknownInstructionError(
+                f"{instr.where}: no native code for {instr.op} ({why})"
+            ) from None
+        return form.key, guard, flip, slots, imm
+
+    def _slots(self, form: Spec, flat: list) -> tuple[list[int], int]:
+        slots, imm = [], 0
+        for kind, operand in zip(form.sig, flat, strict=True):
+            _check_bank(operand, kind)
+            if kind[0] == "=":
+                slots.append(self.rows.destination(operand, kind))
+            elif kind == "mem":
+                slots.append(self.rows.source(operand.base, "mem"))
+                imm = operand.offset
+            elif kind == "imm":
+                slots.append(operand.bits & _ALL)
+            elif kind == "label":
+                slots.append(operand.target if isinstance(operand, Label) else int(operand))
+            else:
+                slots.append(self.rows.source(operand, kind))
+        if len(slots) > cx.RECORD_NUM_SLOTS:
+            raise Unsupported(f"{len(slots)} operands")
+        return slots, imm
+
+    def _make_template(self) -> np.ndarray:
+        """A fresh register file: zeros, constants, lane numbers."""
+        block = np.zeros(self.rows.end, np.uint8)
+        for (bits, width), at in self.rows.consts.items():
+            dtype = np.uint64 if width == 64 else np.uint32
+            block[at : at + 4 * width].view(dtype)[:] = bits
+        block[self.rows.true : self.rows.true + 4].view(np.uint32)[0] = _ALL
+        for name, at in self.rows.specials.items():
+            lane = np.arange(32, dtype=np.uint64)
+            value = {
+                "%laneid": lane,
+                "%lanemask_eq": 1 << lane,
+                "%lanemask_lt": (1 << lane) - 1,
+                "%lanemask_le": (2 << lane) - 1,
+                "%lanemask_gt": _ALL & ~((2 << lane) - 1),
+                "%lanemask_ge": _ALL & ~((1 << lane) - 1),
+            }.get(name)
+            if value is not None:
+                block[at : at + 128].view(np.uint32)[:] = value
+        return block
+
+    def warp(self) -> WarpState:
+        return WarpState(self)
+
+
+class WarpState:
+    """Registers and control state of one warp; `reset` makes it fit for another CTA."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        rows, kernel = program.rows, program.kernel
+        raw = np.zeros(rows.end + 256, np.uint8)
+        skip = -raw.ctypes.data % 256
+        self.block = raw[skip : skip + rows.end]
+        self.r32 = self.block[: kernel.n32 * 128].view(np.uint32).reshape(-1, 32)
+        end64 = rows.r64 + kernel.n64 * 256
+        self.r64 = self.block[rows.r64 : end64].view(np.uint64).reshape(-1, 32)
+        self.pred = self.block[rows.preds : rows.preds + 4 * kernel.npred].view(np.uint32)
+        self.ctx = Context()
+        self._address = ctypes.addressof(self.ctx)
+        self._native = _run_function(library().run_address)
+        self._keep: list = []
+        self.ctx.base, self.ctx.code = self.block.ctypes.data, program.records.ctypes.data
+        self.ctx.budget = 1 << 40
+        self.ctx.n_ranks = 1
+        self.reset()
+        self.start()
+
+    def reset(self) -> None:
+        self.block[:] = self.program._template
+
+    def special(self, name: str, value) -> None:
+        """Set a special register that the program reads (others are ignored)."""
+        at = self.program.rows.specials.get(name)
+        if at is None:
+            return
+        wide = name.endswith("64") or name in ("%globaltimer", "%gridid")
+        dtype, size = (np.uint64, 256) if wide else (np.uint32, 128)
+        self.block[at : at + size].view(dtype)[:] = value
+
+    def bind(
+        self,
+        *,
+        smem: Iterable[np.ndarray] = (),
+        valid: Iterable[np.ndarray] | None = None,
+        base: int = 0x400,
+        rank: int = 0,
+        params: np.ndarray | None = None,
+        extents: np.ndarray | None = None,
+        local_bytes: int = 0,
+    ) -> None:
+        """Point the context at the memories; `smem[r]` starts at shared address `base` of rank r."""
+        ctx = self.ctx
+        smem = list(smem)
+        ctx.rank, ctx.n_ranks = rank, max(1, len(smem))
+        ctx.smem_lo = base
+        ctx.smem_hi = base + (len(smem[rank]) if smem else 0)
+        for index, array in enumerate(smem):
+            ctx.smem[index] = array.ctypes.data - base
+        ctx.track_valid = valid is not None
+        shadows = list(valid) if valid is not None else []
+        for index, array in enumerate(shadows):
+            ctx.smem_valid[index] = array.ctypes.data - base
+        if params is not None:
+            ctx.params, ctx.params_size = params.ctypes.data, params.nbytes
+        if extents is not None:
+            extents = np.ascontiguousarray(extents, np.uint64)
+            ctx.extents, ctx.n_extents = extents.ctypes.data, len(extents)
+            ctx.last_extent = 0
+        local = np.zeros(32 * local_bytes + 16, np.uint8)
+        ctx.local, ctx.local_size = local.ctypes.data + -local.ctypes.data % 16, local_bytes
+        self._keep = [smem, shadows, params, extents, local]
+        for offset, at in self.program.rows.shared.items():
+            self.block[at : at + 256].view(np.uint64)[:] = offset + (rank << 24)
+
+    def start(self, mask: int = _ALL) -> None:
+        ctx = self.ctx
+        ctx.pc, ctx.mask, ctx.live = 0, mask, mask
+        ctx.limit, ctx.n_groups, ctx.count = _ALL, 0, 0
+        ctx.error = ctx.unset_count = 0
+
+    def run(self) -> int:
+        """Execute until Python is needed: kind << 60 | pc << 32 | lanes."""
+        return self._native(self._address)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(pc, lanes) of each group, the current one first."""
+        ctx = self.ctx
+        others = [(ctx.group_pc[i], ctx.group_mask[i]) for i in range(ctx.n_groups)]
+        return [(ctx.pc, ctx.mask), *others] if ctx.mask else others
+
+    def switch(self) -> bool:
+        """Let another group run in place of the current one, which goes to the end of the list."""
+        ctx = self.ctx
+        if not ctx.n_groups:
+            return False
+        pc, mask = ctx.group_pc[0], ctx.group_mask[0]
+        last = ctx.n_groups - 1
+        for i in range(last):
+            for table in (ctx.group_pc, ctx.group_mask, ctx.group_parked):
+                table[i] = table[i + 1]
+        ctx.group_pc[last], ctx.group_mask[last], ctx.group_parked[last] = ctx.pc, ctx.mask, 0
+        ctx.pc, ctx.mask = pc, mask
+        ctx.limit = min(ctx.group_pc[i] for i in range(ctx.n_groups) if ctx.group_pc[i] > pc) if any(
+            ctx.group_pc[i] > pc for i in range(ctx.n_groups)
+        ) else _ALL
+        return True
+
+    def error(self) -> SimError:
+        """The exception for a run that ended with an error."""
+        ctx = self.ctx
+        instr = self.program.kernel.instrs[ctx.pc]
+        what = f"{instr.where}: {instr.op} of lane {ctx.error_lane}, address {ctx.error_addr:#x}"
+        if ctx.error == cx.OUT_OF_BOUNDS:
+            return OutOfBoundsError(f"{what}: outside of every tensor or of the memory's size")
+        if ctx.error == cx.MISALIGNED:
+            return MisuseError(f"{what}: not aligned to the size of the access")
+        if ctx.error == cx.WRONG_CTA:
+            return MisuseError(f"{what}: not in this CTA's shared memory (ranks: {ctx.n_ranks})")
+        return MisuseError(
+            f"{instr.where}: {instr.op} needs lanes of its member mask that never come"
+            f" (executing groups: {self.groups()})"
+        )
+
+
+_run_functions: dict[int, object] = {}
+
+
+def _run_function(address: int):
+    if address not in _run_functions:
+        _run_functions[address] = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(address)
+    return _run_functions[address]
