@@ -1,0 +1,82 @@
+"""What the roles share: read-only, made once per CTA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ...ops import mask
+from ...sched import Tile, here
+from ..args import FwdSpec
+from .plan import Q_TILES, FwdConfig
+
+
+@dataclass(frozen=True)
+class KernelArgs:
+    """Everything that crosses the kernel boundary and is not known while tracing."""
+
+    tma_q: cute.CopyAtom
+    tma_k: cute.CopyAtom
+    tma_v: cute.CopyAtom
+    tma_o: cute.CopyAtom
+    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mK: cute.Tensor  # (seqlen_k, head_dim, heads_kv, batch)
+    mV: cute.Tensor  # (head_dim_v, seqlen_k, heads_kv, batch)
+    mO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
+    mLSE: cute.Tensor  # (batch, heads, seqlen_q)
+    tiled_mma_qk: cute.TiledMma
+    tiled_mma_pv: cute.TiledMma
+    order: Any  # of the tiles
+    scale_log2: Float32  # magnitude of the factor on a score, in log2 units
+    negate: Boolean  # its sign: applied to Q by the tensor core
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Operands in shared memory; sK and sV are the same ring."""
+
+    sQ: cute.Tensor  # (MMA, MMA_M, MMA_K, TILE)
+    sK: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT)
+    sV: cute.Tensor  # (MMA, MMA_N, MMA_K, SLOT)
+    sO: cute.Tensor  # (tile_m, head_dim_v, TILE)
+    sStats: cute.Tensor  # (tile_m, 2, TILE): factor or sum, maximum
+    tmem_address: cute.Pointer
+
+
+@dataclass(frozen=True)
+class FwdCtx:
+    """The one argument of a role."""
+
+    cfg: FwdConfig
+    spec: FwdSpec
+    args: KernelArgs
+    smem: Smem
+    layouts: Any  # composed SMEM layouts by field name
+    pipes: Any  # ops.pipes.EdgePipe by edge name
+    barriers: Any  # NamedBarrier by name
+
+    def scheduler(self):
+        """This CTA's walk over the tiles."""
+        return here(self.args.order)
+
+    def kv_blocks(self, tile: Tile) -> mask.Blocks:
+        """KV blocks that the two query tiles of `tile` visit, together."""
+        rows = Q_TILES * self.cfg.tile_m
+        return self._blocks(tile.m_block, rows)
+
+    def kv_blocks_of(self, tile: Tile, t) -> mask.Blocks:
+        """The same for query tile `t` alone: which of its blocks need no element mask."""
+        return self._blocks(tile.m_block * Q_TILES + t, self.cfg.tile_m)
+
+    def _blocks(self, m_block, rows: int) -> mask.Blocks:
+        a = self.args
+        return mask.kv_blocks(self.spec.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k)
+
+    def head_kv(self, tile: Tile):
+        """The kv head that the query head of `tile` reads."""
+        return tile.head // self.spec.qhead_per_kvhead

@@ -1,0 +1,174 @@
+"""SM100 forward: the host part (tensor maps, launch) and the kernel that starts the roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import LayoutEnum, blackwell_helpers
+
+from ... import sched
+from ...ops import pipes, softmax, umma
+from ...ops.arith import ceil_div
+from ..args import FwdSpec
+from .correction import Correction
+from .ctx import FwdCtx, KernelArgs, Smem
+from .epilogue import Epilogue, Idle
+from .load import Load
+from .mma import Mma
+from .plan import Q_TILES, FwdConfig
+from .softmax import Softmax
+
+BODIES = {
+    "softmax": Softmax(),
+    "correction": Correction(),
+    "mma": Mma(),
+    "epilogue": Epilogue(),
+    "load": Load(),
+    "idle": Idle(),
+}
+
+
+class FwdSm100:
+    """Attention forward for one row of the tuning table and one static problem."""
+
+    def __init__(self, cfg: FwdConfig, spec: FwdSpec):
+        self.cfg, self.spec = cfg, spec
+        self.program = tuple((role, BODIES[role.name]) for role in cfg.warps.roles)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        softmax_scale: Float32,
+        stream: Any,
+    ):
+        """q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_kv, d), out like q, lse (batch,
+        heads, seqlen_q) fp32; any strides with unit last dimension and 16-byte rows.
+        """
+        c, element = self.cfg, self.spec.element
+        qk = umma.mma_ss(element, (c.tile_m, c.tile_n))
+        pv = umma.mma_ts(element, (c.tile_m, c.head_dim_v))
+        qk_tile = (c.tile_m, c.tile_n, c.head_dim)
+        pv_tile = (c.tile_m, c.head_dim_v, c.tile_n)
+        layouts = {
+            "sQ": blackwell_helpers.make_smem_layout_a(qk, qk_tile, element, Q_TILES),
+            "sK": blackwell_helpers.make_smem_layout_b(qk, qk_tile, element, c.ring),
+            "sV": blackwell_helpers.make_smem_layout_b(pv, pv_tile, element, c.ring),
+            "sO": blackwell_helpers.make_smem_layout_epi(
+                element, LayoutEnum.ROW_MAJOR, (c.tile_m, c.head_dim_v), Q_TILES
+            ),
+        }
+        seqlen_q, heads, batch = mQ.shape[1], mQ.shape[2], mQ.shape[0]
+        seqlen_k = mK.shape[1]
+        mQ, mK, mO = _modes(mQ, 1, 3, 2, 0), _modes(mK, 1, 3, 2, 0), _modes(mO, 1, 3, 2, 0)
+        mV = _modes(mV, 3, 1, 2, 0)
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        slot = {name: cute.select(layout, mode=[0, 1, 2]) for name, layout in layouts.items()}
+        tma_q, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, mQ, slot["sQ"], qk_tile, qk)
+        tma_k, mK = cute.nvgpu.make_tiled_tma_atom_B(load, mK, slot["sK"], qk_tile, qk)
+        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, mV, slot["sV"], pv_tile, pv)
+        tma_o, mO = cpasync.make_tiled_tma_atom(
+            store, mO, cute.select(layouts["sO"], mode=[0, 1]), (c.tile_m, c.head_dim_v)
+        )
+        order = sched.make(
+            c.scheduler,
+            sched.TileSpace(ceil_div(seqlen_q, Q_TILES * c.tile_m), heads, batch),
+            seqlen_k=seqlen_k,
+            kv_bytes_per_row=self.spec.kv_bytes_per_row,
+            qhead_per_kvhead=self.spec.qhead_per_kvhead,
+        )
+        args = KernelArgs(
+            tma_q,
+            tma_k,
+            tma_v,
+            tma_o,
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            qk,
+            pv,
+            order,
+            softmax.scale_log2_of(softmax_scale),
+            softmax_scale < 0.0,
+            seqlen_q,
+            seqlen_k,
+        )
+        self.kernel(args, layouts["sQ"], layouts["sK"], layouts["sV"], layouts["sO"]).launch(
+            grid=order.grid(c.sms),
+            block=(c.warps.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        args: KernelArgs,
+        sQ_layout: cute.ComposedLayout,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sO_layout: cute.ComposedLayout,
+    ):
+        c = self.cfg
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        edges = pipes.build(c.topology, c.warps, c.smem)
+        layouts = {"sQ": sQ_layout, "sK": sK_layout, "sV": sV_layout, "sO": sO_layout}
+        smem = self.shared(layouts)
+        if warp == c.warps["load"].start:
+            for atom in (args.tma_q, args.tma_k, args.tma_v, args.tma_o):
+                cpasync.prefetch_descriptor(atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cx = FwdCtx(c, self.spec, args, smem, layouts, edges, pipes.barriers(c.topology, c.warps))
+        for i in cutlass.range_constexpr(len(self.program)):
+            role, body = self.program[i]
+            if warp >= role.start and warp < role.stop:
+                if const_expr(role.regs > c.warps.launch_regs):
+                    cute.arch.setmaxregister_increase(role.regs)
+                else:
+                    cute.arch.setmaxregister_decrease(role.regs)
+                body.run(cx)
+
+    def shared(self, layouts) -> Smem:
+        """The fields of the plan at their offsets."""
+        c, element = self.cfg, self.spec.element
+        allocator = cutlass.memory.SmemAllocator()
+        address = allocator.allocate_array(
+            Int32, byte_alignment=8, partition=cutlass.memory.SmemPartition.RESERVED
+        )
+        base = allocator.allocate(c.smem.field_bytes, 1024)
+
+        def operand(name: str, field: str) -> cute.Tensor:
+            layout = layouts[name]
+            ptr = cute.recast_ptr(base + c.smem.offset(field), layout.inner, dtype=element)
+            return cute.make_tensor(ptr, layout.outer)
+
+        stats = cute.recast_ptr(base + c.smem.offset("sStats"), dtype=Float32)
+        return Smem(
+            sQ=operand("sQ", "sQ"),
+            sK=operand("sK", "sKV"),
+            sV=operand("sV", "sKV"),
+            sO=operand("sO", "sO"),
+            sStats=cute.make_tensor(
+                stats, cute.make_layout((c.tile_m, 2, Q_TILES), stride=(1, c.tile_m, 2 * c.tile_m))
+            ),
+            tmem_address=address,
+        )
+
+
+def _modes(t: cute.Tensor, *order: int) -> cute.Tensor:
+    """The same tensor with its modes in another order."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=list(order)))
+
+

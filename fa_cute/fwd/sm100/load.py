@@ -1,0 +1,88 @@
+"""Load role: one warp brings Q, K and V to shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from .ctx import FwdCtx
+from .plan import Q_TILES
+
+
+@dataclass(frozen=True)
+class Load:
+    """One warp, TMA.  Waits until mma frees slots of load_q and load_kv; feeds both.
+
+    Order of the copies: Q0 K Q1 V K V ..., KV blocks from the last to the first, as mma takes them.
+    Rows past the end of a sequence arrive as zeros.
+    """
+
+    @cute.jit
+    def run(self, cx: FwdCtx):
+        a, s = cx.args, cx.smem
+        tile_m, tile_n = cx.cfg.tile_m, cx.cfg.tile_n
+        qk, pv = a.tiled_mma_qk.get_slice(0), a.tiled_mma_pv.get_slice(0)
+        no_multicast = (0, cute.make_layout(1))
+
+        q, kv = cx.pipes.load_q.round_producer(), cx.pipes.load_kv.make_producer()
+        sched = cx.scheduler()
+        tile = sched.tile()
+        while tile.valid:
+            blocks = cx.kv_blocks(tile)
+            head_kv = cx.head_kv(tile)
+            mQ = a.mQ[None, None, tile.head, tile.batch]  # (seqlen_q, head_dim)
+            mK = a.mK[None, None, head_kv, tile.batch]  # (seqlen_k, head_dim)
+            mV = a.mV[None, None, head_kv, tile.batch]  # (head_dim_v, seqlen_k)
+            gQ = cute.local_tile(mQ, (tile_m, cx.cfg.head_dim), (None, 0))  # (tile_m, d, blocks)
+            gK = cute.local_tile(mK, (tile_n, cx.cfg.head_dim), (None, 0))  # (tile_n, d, blocks)
+            gV = cute.local_tile(mV, (cx.cfg.head_dim_v, tile_n), (0, None))  # (dv, tile_n, blocks)
+            tQsQ, tQgQ = cpasync.tma_partition(
+                a.tma_q, *no_multicast, cute.group_modes(s.sQ, 0, 3), _operand(qk.partition_A(gQ))
+            )
+            tKsK, tKgK = cpasync.tma_partition(
+                a.tma_k, *no_multicast, cute.group_modes(s.sK, 0, 3), _operand(qk.partition_B(gK))
+            )
+            tVsV, tVgV = cpasync.tma_partition(
+                a.tma_v, *no_multicast, cute.group_modes(s.sV, 0, 3), _operand(pv.partition_B(gV))
+            )
+            if blocks.hi > blocks.lo:
+                n_block = blocks.hi - 1
+                for t in cutlass.range_constexpr(Q_TILES):
+                    q_free = q.acquire_and_advance()
+                    m_block = tile.m_block * Q_TILES + t
+                    cute.copy(a.tma_q, tQgQ[None, m_block], tQsQ[None, t], tma_bar_ptr=q_free.barrier)
+                    if cutlass.const_expr(t == 0):
+                        k_free = kv.acquire_and_advance()
+                        cute.copy(
+                            a.tma_k,
+                            tKgK[None, n_block],
+                            tKsK[None, k_free.index],
+                            tma_bar_ptr=k_free.barrier,
+                        )
+                v_free = kv.acquire_and_advance()
+                cute.copy(
+                    a.tma_v, tVgV[None, n_block], tVsV[None, v_free.index], tma_bar_ptr=v_free.barrier
+                )
+                for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
+                    n = n_block - 1 - i
+                    k_free = kv.acquire_and_advance()
+                    cute.copy(
+                        a.tma_k, tKgK[None, n], tKsK[None, k_free.index], tma_bar_ptr=k_free.barrier
+                    )
+                    v_free = kv.acquire_and_advance()
+                    cute.copy(
+                        a.tma_v, tVgV[None, n], tVsV[None, v_free.index], tma_bar_ptr=v_free.barrier
+                    )
+            sched = sched.next()
+            tile = sched.tile()
+        # No copy may be in flight, and no release may land, after the CTA has left.
+        q.tail()
+        kv.tail()
+
+
+def _operand(t: cute.Tensor) -> cute.Tensor:
+    """The MMA modes of a partitioned operand as one, the block index last."""
+    return cute.group_modes(t, 0, 3)

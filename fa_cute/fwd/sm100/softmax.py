@@ -1,0 +1,137 @@
+"""Softmax role: two warpgroups, one per query tile; a thread owns a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ...ops import exp2, ptx, softmax, tmem
+from ...ops.tmem import TmemMap
+from .ctx import FwdCtx
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a thread stands: its query tile, its row in it, and its end of a key range."""
+
+    t: Int32
+    thread: Int32
+    k_hi: Int32  # keys [0, k_hi) are seen
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Two teams of four warps.  Waits mma_s; feeds softmax_p, softmax_p_tail, softmax_stats.
+
+    Per KV block: read a row of S, find its maximum, publish the factor for O, replace S by P, and only
+    then add the row up.  `Row` statistics stay in registers until the last block.
+    """
+
+    @cute.jit
+    def run(self, cx: FwdCtx):
+        cx.barriers.tmem.arrive_and_wait()  # mma allocated
+        t = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        thread = cute.arch.thread_idx()[0] % cx.cfg.tile_m
+        tm = TmemMap(cx.cfg.tmem)
+        tS, tP = tm.rows("S0", "S1", t), tm.rows("P0", "P1", t)  # (128, 128), (128, 64)
+
+        sStats = cx.smem.sStats[thread, None, t]  # factor or sum, maximum
+        s = cx.pipes.mma_s.lane_consumer(t)
+        stats = cx.pipes.softmax_stats.lane_producer(t)
+        sched = cx.scheduler()
+        tile = sched.tile()
+        while tile.valid:
+            blocks, own = cx.kv_blocks(tile), cx.kv_blocks_of(tile, t)
+            q = (tile.m_block * 2 + t) * cx.cfg.tile_m + thread
+            _, k_hi = cx.spec.mask.k_bounds(q, cx.args.seqlen_q, cx.args.seqlen_k)
+            row = Row(t, thread, Int32(k_hi))
+            if blocks.hi > blocks.lo:
+                last = blocks.hi - 1
+                maximum, total = -Float32.inf, Float32(0.0)
+                s, stats, maximum, total = self.block(
+                    cx, row, (tS, tP), last, (s, stats, maximum, total), True, True
+                )
+                first_full = cutlass.max(cutlass.min(own.full_hi, last), blocks.lo)
+                if const_expr(cx.spec.causal):
+                    for i in cutlass.range(last - first_full, unroll=1):
+                        s, stats, maximum, total = self.block(
+                            cx, row, (tS, tP), last - 1 - i, (s, stats, maximum, total), True, False
+                        )
+                for i in cutlass.range(first_full - blocks.lo, unroll=1):
+                    s, stats, maximum, total = self.block(
+                        cx, row, (tS, tP), first_full - 1 - i, (s, stats, maximum, total), False, False
+                    )
+                stats_free = stats.acquire_and_advance()  # correction read the last factor
+                sStats[0] = total
+                sStats[1] = maximum
+                stats_free.commit()
+            sched = sched.next()
+            tile = sched.tile()
+        stats.tail()
+        cx.barriers.tmem.arrive_and_wait()  # mma may free the tensor memory
+
+    @cute.jit
+    def block(
+        self,
+        cx: FwdCtx,
+        row: Row,
+        rows,
+        n_block: Int32,
+        state,
+        masked: cutlass.Constexpr,
+        first: cutlass.Constexpr,
+    ):
+        """One KV block: S -> P, and the row's running statistics."""
+        s, stats, maximum, total = state
+        tS, tP = rows
+        n = cx.cfg.tile_n
+        load, src = tmem.source(tmem.load_op(32), tS, row.thread)
+        store, dst = tmem.target(tmem.store_op(16), tP, row.thread)
+        x_t2r, x = tmem.row_registers(load.partition_D, tS)  # the row: scores, then exponentials
+        s.wait_and_advance()
+        cute.copy(load, src, x_t2r)
+        cute.arch.fence_view_async_tmem_load()
+        if const_expr(masked):
+            mask_above(x, row.k_hi - n_block * n)
+        new = softmax.row_max(x, maximum)
+        factor = Float32(0.0)
+        if const_expr(first):
+            maximum = new
+        else:
+            maximum, factor = softmax.grow_max(maximum, new, cx.args.scale_log2, cx.cfg.rescale_log2)
+            stats_free = stats.acquire_and_advance()  # correction read the factor before
+            sStats = cx.smem.sStats[row.thread, None, row.t]
+            sStats[0] = factor
+            stats_free.commit()
+        softmax.subtract_max(x, cx.args.scale_log2, softmax.finite_max(maximum))
+
+        p_r2t, packed = tmem.row_registers(store.partition_S, tP)  # P, two elements in a register
+        p = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=cx.spec.element), cute.make_layout(n))
+        for g in cutlass.range_constexpr(n // 32):
+            exp2.exp2_group(x, cx.cfg.exp2, g * 32, n)
+            group = cute.local_tile(x, (32,), (g,))
+            cute.local_tile(p, (32,), (g,)).store(group.load().to(cx.spec.element))
+            cute.copy(store, p_r2t[None, None, g], dst[None, None, g])
+            if const_expr((g + 1) * 32 == cx.cfg.p_head):
+                cute.arch.fence_view_async_tmem_store()
+                cx.pipes.softmax_p.signal(row.t)  # mma may start P V
+        cute.arch.fence_view_async_tmem_store()
+        cx.pipes.softmax_p_tail.signal(row.t)
+        if const_expr(first):
+            total = softmax.row_sum(x, Float32(0.0))
+        else:
+            total = softmax.row_sum(x, total * factor)
+        return s, stats, maximum, total
+
+
+@cute.jit
+def mask_above(x: cute.Tensor, limit: Int32):
+    """Set the registers of `x` from index `limit` on to -inf, through one bit mask per 32 registers."""
+    for w in cutlass.range_constexpr(cute.size(x.shape) // 32):
+        keep = ptx.bits_below(cutlass.max(limit - w * 32, 0))
+        for j in cutlass.range_constexpr(32):
+            seen = (keep & Int32(1 << j if j < 31 else -(1 << 31))) != 0
+            x[w * 32 + j] = cutlass.select_(seen, x[w * 32 + j], -Float32.inf)

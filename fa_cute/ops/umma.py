@@ -1,0 +1,166 @@
+"""Matrix products on the fifth-generation tensor core (tcgen05.mma), operands in SMEM or TMEM.
+
+The DSL's `cute.gemm` elects a thread and rebuilds two 64-bit descriptors for every K step, and the
+compiler keeps them all in registers.  Here one product is one block of PTX: the descriptors' constant
+halves are immediates, a K step adds an immediate to the variable half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.utils import blackwell_helpers
+
+# PTX ISA, shared-memory matrix descriptor: swizzle code in bits 61-63 by the log2 of 16-byte pieces in
+# the pattern's row, and the constant 1 in bits 46-48.
+SWIZZLE_CODE = {0: 0, 1: 6, 2: 4, 3: 2}
+VERSION_HI = 1 << 14
+# PTX ISA, instruction descriptor for kind::f16.
+D_FP32 = 1 << 4
+A_BF16, B_BF16 = 1 << 7, 1 << 10
+NEGATE_A = 1 << 13
+B_MN_MAJOR = 1 << 16
+
+
+def mma_ss(element, tile_mn):
+    """``D = A B^T`` with both operands K-major in SMEM, fp32 accumulator."""
+    return blackwell_helpers.make_trivial_tiled_mma(
+        element,
+        element,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        tcgen05.CtaGroup.ONE,
+        tile_mn,
+    )
+
+
+def mma_ts(element, tile_mn):
+    """``D = A B`` with A in TMEM and B (K x N) contiguous along N in SMEM, fp32 accumulator."""
+    return blackwell_helpers.make_trivial_tiled_mma(
+        element,
+        element,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+        Float32,
+        tcgen05.CtaGroup.ONE,
+        tile_mn,
+        tcgen05.OperandSource.TMEM,
+    )
+
+
+def instruction_descriptor(element, m: int, n: int, b_mn_major: bool = False) -> int:
+    """Types, shape and majors of one instruction; A is K-major, D fp32."""
+    bf16 = A_BF16 | B_BF16 if element is cutlass.BFloat16 else 0
+    major = B_MN_MAJOR if b_mn_major else 0
+    return D_FP32 | bf16 | major | (n >> 3) << 17 | (m >> 4) << 24
+
+
+@dataclass(frozen=True)
+class SmemOperand:
+    """A staged operand as descriptors: units are 16 bytes, as in the descriptor."""
+
+    lo: Int32  # start address of slot 0 and leading byte offset
+    hi: int  # stride byte offset, version, swizzle
+    k_steps: tuple[int, ...]  # from the slot's start to each K step
+    slot_step: int
+
+    def at(self, slot) -> Int32:
+        """The variable half for one slot."""
+        return self.lo + slot * self.slot_step
+
+
+def smem_operand(sX: cute.Tensor, fragment: cute.Tensor, layout) -> SmemOperand:
+    """Descriptors of operand `sX` (MMA, MMA_MN, MMA_K, SLOT); `layout` is its composed layout.
+
+    The K steps are those of the DSL's own `fragment` of the operand.
+    """
+    (mn, _), *_ = layout.outer.shape
+    (mn_stride, k_stride), *_ = layout.outer.stride
+    if isinstance(mn, tuple):  # MN-major: 64 (or fewer) contiguous elements, then the next such column
+        sbo, lbo = 8 * k_stride, mn_stride[1]
+    elif mn_stride == 1:  # MN-major, one column
+        sbo, lbo = 8 * k_stride, 0
+    else:  # K-major: eight rows, then the next eight; one pattern covers the K step
+        sbo, lbo = 8 * mn_stride, 0
+    units = sX.element_type.width // 8
+    lbo_field, sbo_field = (lbo * units) >> 4, (sbo * units) >> 4
+    start = (sX.iterator.toint() & 0x3FFFF) >> 4
+    hi = sbo_field | VERSION_HI | SWIZZLE_CODE[layout.inner.num_bits] << 29
+    k_layout = cute.select(fragment.layout, mode=[2])
+    steps = tuple(k_layout(k) for k in range(cute.size(k_layout)))
+    return SmemOperand(start | (lbo_field << 16), hi, steps, fragment.layout.stride[-1])
+
+
+def _issue(a: str, a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
+    """PTX of one product; `a` and `b` are the text of the variable halves, $4 whether step 0 adds.
+
+    Operands of the block: $1 D, $2 B, $3 instruction descriptor, $4 whether step 0 adds.
+    """
+    lines = [
+        ".reg .pred leader, adds;",
+        ".reg .b32 lo, a_hi, b_hi;",
+        ".reg .b64 a, b;",
+        "elect.sync _|leader, -1;",
+        "setp.ne.b32 adds, $4, 0;",
+        f"mov.b32 b_hi, {b_hi:#x};",
+    ]
+    if a_hi is not None:
+        lines.append(f"mov.b32 a_hi, {a_hi:#x};")
+    for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
+        a_operand = f"[{a} + {a_step}]"
+        if a_hi is not None:
+            lines += [f"add.s32 lo, {a}, {a_step};", "mov.b64 a, {lo, a_hi};"]
+            a_operand = "a"
+        lines += [f"add.s32 lo, $2, {b_step};", "mov.b64 b, {lo, b_hi};"]
+        adds = "adds" if i == 0 and not first_adds else "1"
+        lines.append(
+            f"@leader tcgen05.mma.cta_group::1.kind::f16 [$1], {a_operand}, b, $3, {adds};"
+        )
+    return "\n".join(lines)
+
+
+@dsl_user_op
+def _product(text: str, d, b, idesc, adds, a, *, loc=None, ip=None) -> Int32:
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (d, b, idesc, adds, a)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            operands,
+            "{\n" + text + "\n}",
+            "=r,r,r,r,r,0",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+def product_ss(d, a: SmemOperand, a_lo, b: SmemOperand, b_slot, idesc, a_move: int = 0) -> Int32:
+    """Whole warp: issue ``D = A B^T`` from SMEM, all K steps; the caller commits.
+
+    `a_lo` is the variable half of A's descriptor; returns it moved by `a_move`.  A loop that carries
+    the result keeps one register of A: were the value known to be invariant, the compiler would keep
+    the descriptors of all K steps, more than the warp's registers.
+    """
+    text = _issue("$0", a.hi, a.k_steps, b.hi, b.k_steps, False)
+    text += f"\nadd.s32 $0, $0, {a_move};"
+    return _product(text, d, b.at(b_slot), idesc, 0, a_lo)
+
+
+def product_ts(d, a, b: SmemOperand, b_slot, idesc, adds, k_start: int, k_stop: int) -> None:
+    """Whole warp: issue ``D (+)= A B`` for K steps ``[k_start, k_stop)``, A in TMEM at column `a`.
+
+    `adds` (0 or 1) is about K step 0; later steps always add.  A step takes 8 columns of a 16-bit A.
+    """
+    columns = range(8 * k_start, 8 * k_stop, 8)
+    text = _issue("$0", None, columns, b.hi, b.k_steps[k_start:k_stop], k_start > 0)
+    _product(text, d, b.at(b_slot), idesc, adds, a)
