@@ -13,10 +13,16 @@ FUNCTION_LINES = 120
 PARAMETERS = 8
 
 # Signatures that others decided: (module, function) -> why.
+OPERANDS = "the tensors of the operator, each an argument of the compiled function"
 KNOWN = "the arguments that users of attention libraries know"
 MORE_PARAMETERS = {
     ("fa_cute.api", "flash_attn_func"): KNOWN,
     ("fa_cute.api", "flash_attn_varlen_func"): KNOWN,
+    ("fa_cute.bwd.sm90.kernel", "__call__"): OPERANDS,
+    (
+        "fa_cute.sim.machine",
+        "run",
+    ): "what a launch consists of, as the host intercept hands it over",
     ("fa_cute.api", "can_use"): "answers for exactly the arguments of flash_attn_func",
     ("fa_cute.reference", "attention"): KNOWN,
     ("fa_cute.reference", "gradients"): KNOWN,

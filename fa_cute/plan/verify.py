@@ -24,6 +24,11 @@ def verify(plan: Any, arch: Arch) -> None:
             f"{arch.regs_per_sm}"
         )
     plan.topology.check(plan.warps, plan.smem)
+    if plan.smem.reserved_bytes < plan.topology.mbarrier_bytes:
+        raise PlanError(
+            f"SMEM reserves {plan.smem.reserved_bytes} bytes; "
+            f"the mbarriers take {plan.topology.mbarrier_bytes}"
+        )
     if plan.smem.total > arch.smem_bytes:
         raise PlanError(
             f"SMEM {plan.smem.total} bytes ({plan.smem.field_bytes} in fields, "
