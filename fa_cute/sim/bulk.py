@@ -1,4 +1,4 @@
-"""Bulk copies without a tensor map: global, shared and distributed shared memory, and their groups."""
+"""Bulk copies without a tensor map: global, shared and distributed shared memory; groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1_048_560  # the unit counts 16-byte pieces in 16 bits
 _REDUCE_TYPES = {
-    "u32": np.uint32, "s32": np.uint32, "u64": np.uint64, "s64": np.uint64, "f32": np.uint32, "f64": np.uint64,
-    "f16": np.uint16, "bf16": np.uint16, "b32": np.uint32, "b64": np.uint64,
-}  # fmt: skip
+    **dict.fromkeys(("u32", "s32", "f32", "b32"), np.uint32),
+    **dict.fromkeys(("u64", "s64", "f64", "b64"), np.uint64),
+    **dict.fromkeys(("f16", "bf16"), np.uint16),
+}
 _CLUSTER_REDUCE = {"u32", "s32", "u64", "b32"}
 
 

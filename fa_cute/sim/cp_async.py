@@ -1,4 +1,4 @@
-"""The asynchronous copies of sm_80: every lane moves 4, 8 or 16 bytes from global to shared memory."""
+"""The asynchronous copies of sm_80: each lane moves 4, 8 or 16 bytes to shared memory."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """Compiled CuTe-DSL functions, called with torch CPU tensors, on the simulated machine.
 
-with host.session("sm_100a") as s:
-    compiled = cute.compile(kernel, ..., options="--enable-tvm-ffi")
-    compiled(q, k, v)
-s.launches  # one report per kernel launch
+with host.session("sm_100a") as s: compiled = cute.compile(kernel, ..., options="--enable-tvm-
+ffi") compiled(q, k, v) s.launches # one report per kernel launch
 
-host.save(compiled, path)                     # another process, no DSL and no tracing:
-with host.session("sm_100a", dsl=False):
-    host.load(path)(q, k, v)
+host.save(compiled, path) # another process, no DSL and no tracing: with host.session("sm_100a",
+dsl=False): host.load(path)(q, k, v)
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from .host_tensors import CudaLooking, Extent, extent_of, map_tensors
 
 _MAGIC = b"fa_cute host function 1\n"
 _current: Session | None = None
-_kept: list = []  # engines and C callbacks live as long as the process: native code may still call them
+_kept: list = []  # engines and C callbacks, for ever: native code may still call them
 
 
 @functools.cache
@@ -42,7 +39,7 @@ def _dump_dir() -> Path:
 
 
 class Session:
-    """One machine that compiled functions run on; `launches` grows by a report per kernel launch."""
+    """One machine that compiled functions run on; `launches` has a report per kernel launch."""
 
     def __init__(
         self, arch, schedule=None, num_sms: int | None = None, lineinfo: bool = True, **options
@@ -66,7 +63,7 @@ class Session:
 
     @contextlib.contextmanager
     def call_arguments(self):
-        """Yields the mapping of arguments; the tensors that it meets are accessible until the end."""
+        """Yields the mapping of arguments; its tensors are accessible until the end."""
         import tvm_ffi
 
         before, keep = list(self._arguments), []
@@ -84,7 +81,7 @@ class Session:
             self._arguments = before
 
     def launch(self, kernel, grid, block, cluster, dynamic_smem: int, params: bytes) -> None:
-        from . import machine, memory, schedule
+        from . import machine, memory
 
         world = memory.GlobalMemory()
         for extent in (*self._arguments, *(extent for extent, _ in self._shared.values())):
@@ -154,7 +151,9 @@ def compiling(arch):
 
 
 class HostFunction:
-    """A compiled function without the DSL: called by position, with CPU tensors, inside a session."""
+    """A compiled function without the DSL: called by position, with CPU tensors, inside a
+    session.
+    """
 
     def __init__(self, host: HostObject, blob: bytes, names, symbol: str, program: HostProgram):
         import tvm_ffi

@@ -1,9 +1,10 @@
 """The host half of a compiled kernel as one relocatable object that calls us instead of CUDA.
 
-The DSL lowers the host function to LLVM-dialect MLIR with external CUDA entry points.  `redirect` gives each of
-them a body that jumps through a table in the module; whoever loads the object fills the table in.  So the object
-needs no CUDA library, no symbol registration and, in a second process, nothing of the DSL but its MLIR extension
-module (loaded by path: 20 ms, where importing the DSL takes over a second).
+The DSL lowers the host function to LLVM-dialect MLIR with external CUDA entry points. `redirect`
+gives each of them a body that jumps through a table in the module; whoever loads the object fills
+the table in. So the object needs no CUDA library, no symbol registration and, in a second
+process, nothing of the DSL but its MLIR extension module (loaded by path: 20 ms, where importing
+the DSL takes over a second).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _REDIRECTED = re.compile(
 
 
 def redirect(module_text: str) -> tuple[str, tuple[str, ...]]:
-    """The module with every external CUDA function defined as a jump through the table; the table's names."""
+    """The module with every external CUDA function defined as a jump through the table; the
+    table's names.
+    """
     names: list[str] = []
 
     def define(match: re.Match) -> str:

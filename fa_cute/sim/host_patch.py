@@ -1,7 +1,7 @@
 """What is changed in the DSL while a session lasts, and put back after it.
 
-Everything is an attribute of a class or module of the DSL, a setting of its environment manager, or an environment
-variable.  torch is never touched.
+Everything is an attribute of a class or module of the DSL, a setting of its environment manager,
+or an environment variable. torch is never touched.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Patches(contextlib.ExitStack):
 
 
 def patch_dsl(patches: Patches, session) -> None:
-    """Make the DSL compile for `session.arch`, and its compiled functions run on the session's machine."""
+    """Make the DSL compile for `session.arch`, and its compiled functions run on the session's
+    machine.
+    """
     import cutlass.cute  # noqa: F401  creates the DSL's singletons, whose settings are patched
 
     _patch_environment(patches, session)
@@ -105,7 +107,9 @@ def _patch_devices(patches: Patches, session) -> None:
 
 
 def _patch_engine(patches: Patches, session) -> None:
-    """Plain (not TVM-FFI) functions: register our runtime in the engine before anything is looked up."""
+    """Plain (not TVM-FFI) functions: register our runtime in the engine before anything is looked
+    up.
+    """
     from cutlass.base_dsl.compiler import Compiler
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 

@@ -1,7 +1,8 @@
 """The CUDA runtime as a compiled host function sees it: a dozen C callbacks, one of which launches.
 
-A callback must not raise through C.  An exception is kept in `HostProgram.error`, the rest of the host function
-runs on with launches disabled, and whoever called it re-raises (`HostProgram.check`).
+A callback must not raise through C. An exception is kept in `HostProgram.error`, the rest of the
+host function runs on with launches disabled, and whoever called it re-raises
+(`HostProgram.check`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _ERROR_NO_DEVICE = 100  # cudaErrorNoDevice
 
 
 class NoSessionError(SimError):
-    """Simulated code that runs after its session: nobody would look at a kept error, so C gets a code."""
+    """Simulated code that runs after its session: nobody would look at a kept error, so C gets a
+    code.
+    """
 
 
 class _LaunchAttribute(Structure):
@@ -55,10 +58,14 @@ def parse(text: str):
 
 
 class HostProgram:
-    """One compiled host function: its PTX, the callbacks that its native code calls, its pending error."""
+    """One compiled host function: its PTX, the callbacks that its native code calls, its pending
+    error.
+    """
 
     def __init__(self, launch, smem_bytes: int, text: str | None = None):
-        """`launch(kernel, grid, block, cluster, dynamic_smem, params)` runs a kernel of this program."""
+        """`launch(kernel, grid, block, cluster, dynamic_smem, params)` runs a kernel of this
+        program.
+        """
         self.text = text
         self.error: BaseException | None = None
         self._launch = launch

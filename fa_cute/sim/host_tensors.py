@@ -1,8 +1,9 @@
 """CPU torch tensors that the DSL takes for device memory, and where they lie.
 
-The DSL derives the memory space of an argument from its DLPack device.  A CPU tensor would be traced as
-`generic` memory (other IR, other PTX, and TVM-FFI refuses it), so the exported DLPack struct says CUDA while
-the data pointer stays what it is: an address of this process, which is what the simulated kernel works on.
+The DSL derives the memory space of an argument from its DLPack device. A CPU tensor would be
+traced as `generic` memory (other IR, other PTX, and TVM-FFI refuses it), so the exported DLPack
+struct says CUDA while the data pointer stays what it is: an address of this process, which is
+what the simulated kernel works on.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def extent_of(tensor, name: str) -> Extent:
 
 
 def is_host_tensor(value) -> bool:
-    """A torch tensor in CPU memory; asks torch nothing about `is_cuda`, which a session may have patched."""
+    """A torch tensor in CPU memory; asks torch nothing about `is_cuda`, which a session may have
+    patched.
+    """
     import torch
 
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"

@@ -1,9 +1,9 @@
 """Where each element of a tensor-core operand lies: shared memory, tensor memory, registers.
 
-Pure functions on numpy arrays, cached by their arguments.  A shared-memory operand is gathered in 16-byte chunks (a
-chunk is contiguous in every layout); tensor-memory accumulators are lists of rectangles; register fragments are
-reshapes.  The XOR swizzle acts on absolute addresses, whose bits 0-9 decide it, so a table of offsets depends on the
-start address modulo 1024 only.
+Pure functions on numpy arrays, cached by their arguments. A shared-memory operand is gathered in
+16-byte chunks (a chunk is contiguous in every layout); tensor-memory accumulators are lists of
+rectangles; register fragments are reshapes. The XOR swizzle acts on absolute addresses, whose
+bits 0-9 decide it, so a table of offsets depends on the start address modulo 1024 only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def decode_desc(bits: int, family: str) -> SmemDesc:
 
 
 def element_offset(desc: SmemDesc, mn: int, k: int, elem_bytes: int, mn_major: bool) -> int:
-    """Absolute shared address (without rank) of one element: the definition that the tables are tested against."""
+    """Absolute shared address (without rank) of one element: the definition that the tables are
+    tested against.
+    """
     per_row, mode = _CHUNKS_PER_ATOM_ROW[desc.swizzle], desc.swizzle
     if not mn_major:
         chunk, byte = divmod(k * elem_bytes, CHUNK)
@@ -98,7 +100,7 @@ def element_offset(desc: SmemDesc, mn: int, k: int, elem_bytes: int, mn_major: b
 
 @dataclass(frozen=True)
 class Gather:
-    """16-byte chunks of an operand: `chunks` index them from `start - start % 1024`, shaped (rows, chunks per row).
+    """The 16-byte chunks of an operand, counted from `start - start % 1024`; (rows, chunks per row).
 
     Rows are MN rows for a K-major operand and K rows for an MN-major one.
     """
@@ -151,7 +153,7 @@ def _gather_steps(
 
 
 def operand_gather(descs, rows: int, k: int, elem_bytes: int, mn_major: bool) -> tuple[int, Gather]:
-    """(phase base address, table) of a (rows x k) operand, of one descriptor or of a tuple of K steps.
+    """(phase base address, table) of a (rows x k) operand, of one descriptor or several K steps.
 
     K-major tables are (rows, bytes of all K / 16); MN-major ones (all K, bytes of the rows / 16).
     """
@@ -176,8 +178,10 @@ _A_TYPES = {
     "i8": {0: "u8", 1: "s8"},
 }
 ELEM_BYTES = {
-    "f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "e2m3": 1, "e3m2": 1, "e2m1": 1, "u8": 1, "s8": 1,
-}  # fmt: skip
+    **dict.fromkeys(("f16", "bf16"), 2),
+    "tf32": 4,
+    **dict.fromkeys(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "u8", "s8"), 1),
+}
 K_PER_KIND = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
 _D_TYPES = {0: "f16", 1: "f32", 2: "s32"}
 
@@ -218,7 +222,8 @@ def decode_instr_desc(bits: int, kind: str, cta_group: int, ws: bool = False) ->
     good_n = n in (64, 128, 256) if ws else 0 < n <= 256 and n % step == 0
     if m not in ms or not good_n:
         raise MisuseError(
-            f"instruction descriptor {bits:#010x}: M {m}, N {n}; cta_group::{cta_group} takes M of {ms} "
+            f"instruction descriptor {bits:#010x}: M {m}, N {n}; cta_group::{cta_group} "
+            f"takes M of {ms} "
             f"and N a multiple of {step} up to 256"
         )
     return InstrDesc(
@@ -233,7 +238,9 @@ def decode_instr_desc(bits: int, kind: str, cta_group: int, ws: bool = False) ->
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [row, row + rows) and columns [col, col + cols) of D lie in one CTA from (lane, tmem_col) on."""
+    """Rows [row, row + rows) and columns [col, col + cols) of D lie in one CTA from (lane,
+    tmem_col) on.
+    """
 
     cta: int
     row: int
@@ -283,7 +290,7 @@ REGISTERS_PER_STEP = {"32x32b": 1, "16x64b": 1, "16x32bx2": 1, "16x128b": 2, "16
 
 @functools.lru_cache(maxsize=512)
 def tmem_map(shape: str, num: int, second_half: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, column) of each register and thread, both shaped (registers, 32), relative to the warp's quarter.
+    """(lane, column) of each register and thread, both (registers, 32), in the warp's quarter.
 
     `second_half` is the column offset of threads 16-31 of shape 16x32bx2.
     """
@@ -308,7 +315,9 @@ def tmem_map(shape: str, num: int, second_half: int = 0) -> tuple[np.ndarray, np
 
 
 def fragment_to_a(regs: np.ndarray, elem_bytes: int) -> np.ndarray:
-    """A fragment of 16 rows per warp: (warps, registers, 32) uint32 -> (16 * warps, K) of the element's raw bits."""
+    """A fragment of 16 rows per warp: (warps, registers, 32) uint32 -> (16 * warps, K) of the
+    element's raw bits.
+    """
     warps, count, _ = regs.shape
     per, raw = 4 // elem_bytes, {1: np.uint8, 2: np.uint16, 4: np.uint32}[elem_bytes]
     cells = (
@@ -325,7 +334,7 @@ def fragment_to_b(regs: np.ndarray, elem_bytes: int) -> np.ndarray:
 
 
 def d_to_fragment(d: np.ndarray) -> np.ndarray:
-    """(16 * warps, N) of 32-bit values -> (warps, N / 2 registers, 32) accumulators, 4j + 2h + i."""
+    """(16 * warps, N) of 32-bit values -> (warps, N / 2, 32) accumulators, number 4j + 2h + i."""
     rows, n = d.shape
     cells = d.reshape(rows // 16, 2, 8, n // 8, 4, 2)  # w h l4 j lm i
     return cells.transpose(0, 3, 1, 5, 2, 4).reshape(rows // 16, n // 2, 32)
@@ -339,7 +348,9 @@ def fragment_to_d(regs: np.ndarray) -> np.ndarray:
 
 
 def pack_halves(values: np.ndarray) -> np.ndarray:
-    """(..., R, 32) uint16 -> (..., R / 2, 32) uint32: registers 2i and 2i + 1 become low and high half."""
+    """(..., R, 32) uint16 -> (..., R / 2, 32) uint32: registers 2i and 2i + 1 become low and high
+    half.
+    """
     low, high = values[..., 0::2, :].astype(np.uint32), values[..., 1::2, :].astype(np.uint32)
     return low | high << np.uint32(16)
 
@@ -357,7 +368,9 @@ def unpack_halves(regs: np.ndarray) -> np.ndarray:
 
 
 def _decode_table(exponent_bits: int, mantissa_bits: int, finite: str) -> np.ndarray:
-    """float32[256] of a small float: sign, exponent, mantissa; `finite` says which codes are inf or NaN."""
+    """float32[256] of a small float: sign, exponent, mantissa; `finite` says which codes are inf
+    or NaN.
+    """
     width = 1 + exponent_bits + mantissa_bits
     codes = np.arange(256)
     sign = np.where(codes >> (width - 1) & 1, -1.0, 1.0)
@@ -384,7 +397,9 @@ SMALL_FLOATS = {
 
 
 def to_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Raw element bits (uint8, uint16, uint32) -> float32, exactly (tf32: the low 13 bits are ignored)."""
+    """Raw element bits (uint8, uint16, uint32) -> float32, exactly (tf32: the low 13 bits are
+    ignored).
+    """
     if dtype == "bf16":
         return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "f16":

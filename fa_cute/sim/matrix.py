@@ -73,7 +73,9 @@ def bind_ldmatrix(ins: Instr, k):
 
 
 def _fragment_b16(tiles: np.ndarray, transposed: bool) -> np.ndarray:
-    """(num, 8, 8) halves -> (num, 32) registers: thread t has row t/4, columns 2(t%4) and the next."""
+    """(num, 8, 8) halves -> (num, 32) registers: thread t has row t/4, columns 2(t%4) and the
+    next.
+    """
     if transposed:
         tiles = np.ascontiguousarray(tiles.transpose(0, 2, 1))
     return tiles.view(np.uint32).reshape(len(tiles), 32)

@@ -34,7 +34,9 @@ def flush(values: np.ndarray) -> np.ndarray:
 
 
 def reduce_into(target: np.ndarray, values: np.ndarray, operation: str, dtype: str, ins) -> None:
-    """`target[i] = target[i] op values[i]`; both hold the raw bits of `dtype`, target may be strided."""
+    """`target[i] = target[i] op values[i]`; both hold the raw bits of `dtype`, target may be
+    strided.
+    """
     if dtype not in _ALLOWED[operation]:
         raise MisuseError(
             f"{place(ins)}{operation} of {dtype}; allowed: {', '.join(_ALLOWED[operation])}"

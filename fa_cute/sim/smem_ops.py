@@ -39,7 +39,8 @@ def tile_chunks(nbytes: int, mode: str, phase: int) -> np.ndarray:
     table = (swizzle(linear, mode) - phase) // CHUNK
     if table.min() < 0 or table.max() >= nbytes // CHUNK:
         raise MisuseError(
-            f"a {nbytes}-byte tile with swizzle {mode} at offset {phase} of its pattern leaves itself"
+            f"a {nbytes}-byte tile with swizzle {mode} at offset {phase} of its pattern "
+            f"leaves itself"
         )
     table.setflags(write=False)
     return table
@@ -116,7 +117,8 @@ def one_issuer(mask: int, ins: Instr, what: str) -> int:
     """The lane that executes a single-thread instruction whose repetition would not be harmless."""
     if mask & (mask - 1):
         raise MisuseError(
-            f"{place(ins)}{what} is issued by {bin(mask).count('1')} threads of a warp, so it happens that many "
+            f"{place(ins)}{what} is issued by {bin(mask).count('1')} threads of a warp, so "
+            f"it happens that many "
             "times; guard it with elect.sync"
         )
     return first_lane(mask)

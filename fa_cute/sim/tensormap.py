@@ -22,7 +22,9 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A strided tensor in global memory and the box that one copy moves; dimension 0 is the fastest."""
+    """A strided tensor in global memory and the box that one copy moves; dimension 0 is the
+    fastest.
+    """
 
     address: int
     rank: int
@@ -76,7 +78,8 @@ def _check(made: TensorMap) -> None:
         raise MisuseError(f"tensor map: global address {made.address:#x} is not 16-byte aligned")
     if inner % 16 or inner > span:
         raise MisuseError(
-            f"tensor map: the box is {inner} bytes wide; a multiple of 16, at most {span} for swizzle {made.swizzle}"
+            f"tensor map: the box is {inner} bytes wide; a multiple of 16, at most {span} "
+            f"for swizzle {made.swizzle}"
         )
     if any(s % 16 for s in made.strides[1:]):
         raise MisuseError(f"tensor map: byte strides {made.strides[1:]} are not multiples of 16")

@@ -149,7 +149,8 @@ def _bind_load(ins: Instr, k):
             targets = [split(cta, r << 24, ins)[0] for r in ranks]
         if not pair and mask_of is None and mbar_cta is not home:
             raise MisuseError(
-                f"{place(ins)}the mbarrier is in CTA {mbar_cta.rank}, the destination in CTA {home.rank}: "
+                f"{place(ins)}the mbarrier is in CTA {mbar_cta.rank}, the destination in "
+                f"CTA {home.rank}: "
                 "without .cta_group::2 they must be in one CTA"
             )
         signals = []

@@ -23,7 +23,8 @@ _POISON = 0xFFFFFFFF
 def whole_warp(mask: int, warp, ins: Instr) -> None:
     if mask != warp.live:
         raise MisuseError(
-            f"{place(ins)}executed by lanes {mask:#010x} only; .sync.aligned needs the whole warp at one place"
+            f"{place(ins)}executed by lanes {mask:#010x} only; .sync.aligned needs the "
+            f"whole warp at one place"
         )
     if mask != FULL:
         raise MisuseError(f"{place(ins)}some threads of the warp have exited")
@@ -77,7 +78,8 @@ def _agree_with_peer(cta, col: int, ncols: int, ins: Instr) -> None:
     i = len(history) - 1
     if i < len(peers) and peers[i] != history[i]:
         raise MisuseError(
-            f"{place(ins)}CTA {cta.rank} got columns {col}..{col + ncols - 1}, its peer {peers[i][0]}.."
+            f"{place(ins)}CTA {cta.rank} got columns {col}..{col + ncols - 1}, its peer "
+            f"{peers[i][0]}.."
             f"{sum(peers[i]) - 1}: the pair must allocate in the same order"
         )
 
@@ -147,12 +149,14 @@ class Access:
         quarter, half = field >> 5, field & 31
         if quarter not in (0, warp.quarter):
             raise MisuseError(
-                f"{place(ins)}lane {field} from warp {warp.index}, which may touch lanes {32 * warp.quarter}.."
+                f"{place(ins)}lane {field} from warp {warp.index}, which may touch lanes "
+                f"{32 * warp.quarter}.."
                 f"{32 * warp.quarter + 31} only"
             )
         if half and (half != 16 or self.shape == "32x32b"):
             raise MisuseError(
-                f"{place(ins)}lane {field}: {self.shape} starts at a multiple of 32 (or 16 if it has 16)"
+                f"{place(ins)}lane {field}: {self.shape} starts at a multiple of 32 (or 16 "
+                f"if it has 16)"
             )
         col = taddr & 0xFFFF
         warp.cta.check_tmem(col, self.cols * (2 if self.packed else 1), ins)

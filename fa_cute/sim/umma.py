@@ -1,9 +1,10 @@
 """tcgen05.mma, commit and cp: the tensor core of Blackwell.
 
-The MMAs of one thread run in order in a pipe.  Consecutive ones that accumulate into the same D are K steps of one
-product; they are collected and multiplied at once, when the thread issues anything else to the pipe (a commit, another
-accumulator).  What is collected depends on the program alone, so the bits don't depend on the schedule; and nothing
-can observe an MMA before the commit that follows it.
+The MMAs of one thread run in order in a pipe. Consecutive ones that accumulate into the same D
+are K steps of one product; they are collected and multiplied at once, when the thread issues
+anything else to the pipe (a commit, another accumulator). What is collected depends on the
+program alone, so the bits don't depend on the schedule; and nothing can observe an MMA before the
+commit that follows it.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def _smem_b(cta, steps, rows: int, ins: Instr) -> np.ndarray:
 
 
 def _a_transposed(cta, steps, block, ins: Instr) -> np.ndarray:
-    """(all K, rows) float32 of the CTA's A; from tensor memory, the rows of the block's own lanes."""
+    """(all K, rows) float32 of the CTA's A; from tensor memory, the rows of the block's own
+    lanes.
+    """
     shape = steps[0].shape
     if isinstance(steps[0].a, int):
         a = (
@@ -277,7 +280,8 @@ def bind_mma(ins: Instr, k):
         off_of = [uniform32(word, k) for word in rest.pop(0).items]
         if len(off_of) != 4 * cta_group:
             raise MisuseError(
-                f"{place(ins)}{len(off_of)} words of disabled lanes; cta_group::{cta_group} takes 4 each"
+                f"{place(ins)}{len(off_of)} words of disabled lanes; cta_group::{cta_group} "
+                f"takes 4 each"
             )
     if not rest:
         raise UnknownInstructionError(f"{ins.where}: {ins.op}: no enable-input-d operand")

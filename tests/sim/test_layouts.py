@@ -51,7 +51,11 @@ def test_descriptors_that_mean_nothing_are_refused():
 
 @pytest.mark.parametrize(
     ("bits", "cta_group", "m", "n", "b_mn_major"),
-    [(0x08200490, 1, 128, 128, False), (0x08210490, 1, 128, 128, True), (0x10200490, 2, 256, 128, False)],
+    [
+        (0x08200490, 1, 128, 128, False),
+        (0x08210490, 1, 128, 128, True),
+        (0x10200490, 2, 256, 128, False),
+    ],
 )
 def test_instruction_descriptors(bits, cta_group, m, n, b_mn_major):
     got = lay.decode_instr_desc(bits, "f16", cta_group)
@@ -145,9 +149,15 @@ def test_a_tile_that_tma_wrote_is_the_operand_that_a_descriptor_reads(mode, widt
 
 @pytest.mark.parametrize(
     ("m", "n", "cta_group", "ws"),
-    [(128, 96, 1, False), (64, 64, 1, False), (64, 64, 1, True), (32, 64, 1, True), (256, 64, 2, False),
-     (128, 64, 2, False)],
-)  # fmt: skip
+    [
+        (128, 96, 1, False),
+        (64, 64, 1, False),
+        (64, 64, 1, True),
+        (32, 64, 1, True),
+        (256, 64, 2, False),
+        (128, 64, 2, False),
+    ],
+)
 def test_accumulator_layouts_place_every_element_once(m, n, cta_group, ws):
     places = {_place(m, n, cta_group, r, c, ws) for r in range(m) for c in range(0, n, 5)}
     assert len(places) == m * len(range(0, n, 5))

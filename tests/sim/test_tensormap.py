@@ -41,7 +41,9 @@ def test_a_box_wider_than_its_swizzle_is_refused():
         tensormap.decode(tensormap.encode(wide))
 
 
-@pytest.mark.parametrize("coords", [(0, 0, 0), (-3, 4, 1), (8, -2, 2), (16, 8, 3), (100, 0, 0), (0, 9, 0)])
+@pytest.mark.parametrize(
+    "coords", [(0, 0, 0), (-3, 4, 1), (8, -2, 2), (16, 8, 3), (100, 0, 0), (0, 9, 0)]
+)
 def test_boxes_are_cut_to_the_tensor_and_padded_with_zeros(coords):
     array = np.arange(3 * 10 * 24, dtype=np.uint16).reshape(3, 10, 24) + 1
     memory = GlobalMemory()
@@ -80,7 +82,10 @@ def test_half_reductions_round_once(dtype):
 
     kind = {"f16": torch.float16, "bf16": torch.bfloat16}[dtype]
     a, b = torch.randn(512).to(kind), torch.randn(512).to(kind)
-    for operation, want in (("add", (a.float() + b.float()).to(kind)), ("max", torch.maximum(a, b))):
+    for operation, want in (
+        ("add", (a.float() + b.float()).to(kind)),
+        ("max", torch.maximum(a, b)),
+    ):
         target = a.clone().view(torch.int16).numpy().view(np.uint16)
         reduce_into(target, b.view(torch.int16).numpy().view(np.uint16), operation, dtype, None)
         np.testing.assert_array_equal(target, want.view(torch.int16).numpy().view(np.uint16))

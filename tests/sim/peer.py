@@ -1,0 +1,50 @@
+"""flash-attn-4 on the simulator: it expects CUDA tensors, Triton and a device to ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from unittest import mock
+
+import torch
+
+from fa_cute.sim import host
+
+NUM_SMS = 148
+
+
+def _import_interface():
+    """Its imports want Triton (which it uses for other kernels only), unavailable without CUDA."""
+    import torch._dynamo
+    import torch._inductor.runtime.hints  # noqa: F401  before the stand-ins are visible
+
+    names = ("triton", "triton.language", "triton.runtime", "triton.testing")
+    missing = {n: mock.MagicMock(__spec__=None) for n in names if n not in sys.modules}
+    with mock.patch.dict(sys.modules, missing):
+        from flash_attn.cute import interface
+
+        loaded = dict(sys.modules)
+    for name, module in loaded.items():
+        if name not in missing:
+            sys.modules.setdefault(name, module)
+    return interface
+
+
+@contextlib.contextmanager
+def flash_attn4(arch: str, **options):
+    """Yields (its interface module, the simulator session); torch is as before after it."""
+    environ = {
+        "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
+        "FLASH_ATTENTION_NUM_SMS": str(NUM_SMS),
+        "CUTE_DSL_ARCH": arch,
+    }
+    with mock.patch.dict(os.environ, environ), host.session(arch, **options) as session:
+        interface = _import_interface()
+        interface._get_device_arch.cache_clear()
+        torch.Tensor.is_cuda = property(lambda self: True)
+        try:
+            yield interface, session
+        finally:
+            del torch.Tensor.is_cuda
+            interface._get_device_arch.cache_clear()
