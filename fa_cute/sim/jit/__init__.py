@@ -10,7 +10,16 @@ from collections.abc import Collection, Mapping
 
 from fa_cute.sim.jit.context import KIND_BUDGET, KIND_ERROR, KIND_EXIT, KIND_STOP, Context
 from fa_cute.sim.jit.program import Program, WarpState, supports
-from fa_cute.sim.ptx import Kernel
+from fa_cute.sim.jit.registers import compact
+from fa_cute.sim.ptx import Instr, Kernel
+
+# Instructions with a handler that native code executes as well.
+_NATIVE = ("fence", "membar", "griddepcontrol", "prefetch", "prefetchu")
+
+
+def native(instr: Instr) -> bool:
+    """Whether native code takes an instruction that also has a handler."""
+    return instr.op == "bar.warp.sync" or instr.parts[0] in _NATIVE
 
 
 def build(
@@ -29,5 +38,7 @@ __all__ = [
     "Program",
     "WarpState",
     "build",
+    "compact",
+    "native",
     "supports",
 ]

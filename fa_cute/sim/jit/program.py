@@ -18,6 +18,7 @@ from fa_cute.sim.ptx import Bank, Imm, Instr, Kernel, Label, Mem, Not, Pair, Reg
 
 _RECORD = struct.Struct("<QII10Iq")
 _ALL = 0xFFFFFFFF
+SYSTEM_BYTES = 0x400  # of each CTA's shared window, in front of what the kernel has
 _CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo")
 
 
@@ -322,7 +323,7 @@ class WarpState:
         ctx = self.ctx
         smem = list(smem)
         ctx.rank, ctx.n_ranks = rank, max(1, len(smem))
-        ctx.smem_lo = base
+        ctx.smem_lo = max(base, SYSTEM_BYTES)
         ctx.smem_hi = base + (len(smem[rank]) if smem else 0)
         for index, array in enumerate(smem):
             ctx.smem[index] = array.ctypes.data - base

@@ -1,0 +1,223 @@
+"""Fewer rows for the same registers: virtual registers that never live together share one.
+
+Compilers emit PTX in single-assignment form, thousands of registers of which a few hundred live at
+once; sharing rows keeps a warp's register file in the processor's caches. A row belongs to each
+lane by itself and writes are masked, so what holds for the program of one thread holds for the warp
+whatever way its lanes go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+from fa_cute.sim.ptx import Bank, Instr, Kernel, Label, Mem, Not, Pair, Reg, Vec
+
+_BANKS = (Bank.R32, Bank.R64)
+# Their register operands may be written after the instruction is over.
+_ASYNCHRONOUS = ("wgmma",)
+# No destination register comes first in these.
+_NO_RESULT = (
+    "st red bra ret exit bar barrier fence membar cp prefetch tcgen05 wgmma setmaxnreg nanosleep "
+    "griddepcontrol stmatrix mbarrier multimem"
+).split()
+
+
+def _collect(operand, into: list[Reg]) -> None:
+    if isinstance(operand, Reg):
+        if operand.bank is not Bank.PRED:
+            into.append(operand)
+    elif isinstance(operand, Vec):
+        for item in operand.items:
+            _collect(item, into)
+    elif isinstance(operand, Mem):
+        _collect(operand.base, into)
+        if operand.coords is not None:
+            _collect(operand.coords, into)
+    elif isinstance(operand, Pair):
+        _collect(operand.first, into)
+        _collect(operand.second, into)
+
+
+def _access(instr: Instr) -> tuple[list[Reg], list[Reg]]:
+    """(registers written for certain in every executing lane, registers read or in doubt)."""
+    written: list[Reg] = []
+    used: list[Reg] = []
+    operands = instr.operands
+    op = instr.parts[0]
+    first_is_result = op not in _NO_RESULT or instr.op.startswith("tcgen05.ld")
+    for position, operand in enumerate(operands):
+        result = position == 0 and first_is_result and not isinstance(operand, Mem)
+        _collect(operand, written if result else used)
+    if instr.guard is not None:
+        used += written
+    return written, used
+
+
+class _Intervals:
+    """First and last instruction at which each register holds a value that matters."""
+
+    def __init__(self, kernel: Kernel):
+        self.instrs = kernel.instrs
+        self.ids: dict[tuple[Bank, int], int] = {}
+        self.pinned: set[int] = set()
+        self.writes: list[list[int]] = []
+        self.reads: list[list[int]] = []
+        for instr in self.instrs:
+            written, used = _access(instr)
+            self.writes.append([self._id(r) for r in written])
+            self.reads.append([self._id(r) for r in used])
+            for reg in (*written, *used):
+                if reg.type == ".b128" or instr.parts[0] in _ASYNCHRONOUS:
+                    self.pinned.add(self._id(reg))
+        self.start = [len(self.instrs)] * len(self.ids)
+        self.stop = [-1] * len(self.ids)
+
+    def _id(self, reg: Reg) -> int:
+        return self.ids.setdefault((reg.bank, reg.index), len(self.ids))
+
+    def blocks(self) -> tuple[list[int], list[list[int]]]:
+        """First instructions of the basic blocks, and the successors of each block."""
+        count = len(self.instrs)
+        leaders = {0}
+        for index, instr in enumerate(self.instrs):
+            if instr.parts[0] in ("bra", "ret", "exit"):
+                leaders.add(index + 1)
+                leaders.update(o.target for o in instr.operands if isinstance(o, Label))
+        starts = sorted(s for s in leaders if s < count)
+        number = {s: i for i, s in enumerate(starts)}
+        following = []
+        for i, begin in enumerate(starts):
+            end = starts[i + 1] if i + 1 < len(starts) else count
+            last = self.instrs[end - 1]
+            targets = [number[o.target] for o in last.operands if isinstance(o, Label) and o.target < count]
+            always = last.guard is None and last.parts[0] in ("bra", "ret", "exit")
+            if not always and i + 1 < len(starts):
+                targets.append(i + 1)
+            following.append(targets)
+            del begin
+        return starts, following
+
+    def compute(self) -> None:
+        starts, following = self.blocks()
+        ends = [*starts[1:], len(self.instrs)]
+        needs, kills = [], []
+        for begin, end in zip(starts, ends, strict=True):
+            need = kill = 0
+            for index in range(begin, end):
+                for reg in self.reads[index]:
+                    if not kill >> reg & 1:
+                        need |= 1 << reg
+                for reg in self.writes[index]:
+                    kill |= 1 << reg
+            needs.append(need)
+            kills.append(kill & ~need)
+        live_in = list(needs)
+        changed = True
+        while changed:
+            changed = False
+            for block in range(len(starts) - 1, -1, -1):
+                out = 0
+                for target in following[block]:
+                    out |= live_in[target]
+                new = needs[block] | (out & ~kills[block])
+                if new != live_in[block]:
+                    live_in[block] = new
+                    changed = True
+        for block, (begin, end) in enumerate(zip(starts, ends, strict=True)):
+            for index in range(begin, end):
+                for reg in (*self.reads[index], *self.writes[index]):
+                    self._touch(reg, index)
+            self._extend(live_in[block], begin)
+            out = 0
+            for target in following[block]:
+                out |= live_in[target]
+            self._extend(out, end - 1)
+
+    def _touch(self, reg: int, index: int) -> None:
+        if index < self.start[reg]:
+            self.start[reg] = index
+        if index > self.stop[reg]:
+            self.stop[reg] = index
+
+    def _extend(self, live: int, index: int) -> None:
+        while live:
+            low = live & -live
+            self._touch(low.bit_length() - 1, index)
+            live ^= low
+
+
+def _assign(intervals: _Intervals) -> tuple[dict[tuple[Bank, int], int], dict[Bank, int]]:
+    """New rows by first fit over intervals sorted by their start; and the number of rows."""
+    rows: dict[tuple[Bank, int], int] = {}
+    counts = dict.fromkeys(_BANKS, 0)
+    for bank in _BANKS:
+        mine = [(key, i) for key, i in intervals.ids.items() if key[0] is bank]
+        for key, i in sorted(mine, key=lambda entry: entry[0][1]):
+            if i in intervals.pinned:  # in the old order: the halves of .b128 stay neighbours
+                rows[key] = counts[bank]
+                counts[bank] += 1
+        active: list[tuple[int, int]] = []  # (last instruction, row)
+        free: list[int] = []
+        for key, i in sorted(mine, key=lambda entry: intervals.start[entry[1]]):
+            if i in intervals.pinned:
+                continue
+            while active and active[0][0] < intervals.start[i]:
+                heapq.heappush(free, heapq.heappop(active)[1])
+            if free:
+                row = heapq.heappop(free)
+            else:
+                row = counts[bank]
+                counts[bank] += 1
+            rows[key] = row
+            heapq.heappush(active, (intervals.stop[i], row))
+    return rows, counts
+
+
+class _Renamer:
+    def __init__(self, rows: dict[tuple[Bank, int], int]):
+        self.rows = rows
+        self.known: dict[Reg, Reg] = {}
+
+    def reg(self, reg: Reg) -> Reg:
+        new = self.known.get(reg)
+        if new is None:
+            row = self.rows.get((reg.bank, reg.index), reg.index if reg.bank is Bank.PRED else 0)
+            new = self.known[reg] = Reg(reg.bank, row, reg.name, reg.type)
+        return new
+
+    def operand(self, operand):
+        kind = type(operand)
+        if kind is Reg:
+            return self.reg(operand)
+        if kind is Vec:
+            return Vec(tuple(self.operand(o) for o in operand.items))
+        if kind is Mem:
+            coords = None if operand.coords is None else self.operand(operand.coords)
+            return Mem(self.operand(operand.base), operand.offset, coords)
+        if kind is Pair:
+            return Pair(self.operand(operand.first), self.operand(operand.second))
+        if kind is Not:
+            return Not(self.reg(operand.reg))
+        return operand
+
+    def instr(self, instr: Instr) -> Instr:
+        operands = tuple(self.operand(o) for o in instr.operands)
+        return Instr(instr.op, instr.parts, operands, instr.guard, instr.line, instr.loc)
+
+
+def compact(kernel: Kernel) -> Kernel:
+    """The kernel with its registers in as few rows as their lives allow."""
+    if any(r.type == ".b128" for r in kernel.regs.values()):
+        return kernel
+    intervals = _Intervals(kernel)
+    intervals.compute()
+    rows, counts = _assign(intervals)
+    renamer = _Renamer(rows)
+    return dataclasses.replace(
+        kernel,
+        instrs=[renamer.instr(instr) for instr in kernel.instrs],
+        n32=counts[Bank.R32],
+        n64=counts[Bank.R64],
+        regs={name: renamer.reg(reg) for name, reg in kernel.regs.items()},
+    )
