@@ -140,6 +140,14 @@ class EdgePipe(pipeline.PipelineAsync):
             self._arrive(self.sync_object_full, state, self.via in UMMA_PRODUCER, loc, ip)
 
     @dsl_user_op
+    def producer_tail(self, state, *, loc=None, ip=None) -> None:
+        """Wait until what was committed last is free again, so that nobody arrives after we exit."""
+        slots = 1 if isinstance(state, LaneState) else self.num_stages
+        for _ in range(slots - 1):
+            state.advance(loc=loc, ip=ip)
+        self.producer_acquire(state, loc=loc, ip=ip)
+
+    @dsl_user_op
     def consumer_wait(self, state, try_wait_token=None, *, loc=None, ip=None) -> None:
         self.sync_object_full.wait(state.index, state.phase, loc=loc, ip=ip)
         if self.via in TMEM:
