@@ -57,9 +57,7 @@ class BwdPostprocess:
                 for i in cutlass.range_constexpr(2):
                     pair[i] = (values[2 * h + i, j] * scale).to(mOut.element_type)
                 at = sOut.iterator + layout((row + 8 * h, col + 8 * j))
-                cute.autovec_copy(
-                    pair, cute.make_tensor(at.align(4), cute.make_layout(2))
-                )
+                cute.autovec_copy(pair, cute.make_tensor(at.align(4), cute.make_layout(2)))
         cute.arch.sync_threads()
         self.write(sOut, mOut, (batch, block, head))
 

@@ -1,7 +1,7 @@
 """First kernel of the backward: row statistics, and zeros where the main kernel adds.
 
-    lse_log2 = lse * log2(e)           +inf where a row sees nothing or does not exist: then P = exp2(S - inf) = 0
-    delta    = rowsum(dout * out) - dlse
+lse_log2 = lse * log2(e)           +inf where a row sees nothing or does not exist: then P = exp2(S - inf) = 0
+delta    = rowsum(dout * out) - dlse
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Not collected by pytest: run it on a machine with a Hopper GPU. Writes `$OUT/bwd
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -46,7 +48,19 @@ def fake(spec: BwdSpec):
     work = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=128)
     q, k, v, o = operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), operand(sq, h, dv)
     lse, do, dlse = rows(), operand(sq, h, dv), rows()
-    return [q, k, v, o, lse, do, dlse, operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), work]
+    return [
+        q,
+        k,
+        v,
+        o,
+        lse,
+        do,
+        dlse,
+        operand(sq, h, d),
+        operand(sk, hk, d),
+        operand(sk, hk, dv),
+        work,
+    ]
 
 
 class Backward:
@@ -57,7 +71,9 @@ class Backward:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         kernel = BwdSm90(self.cfg, spec)
         start = time.time()
-        self.fn = cute.compile(kernel, *fake(spec), Float32(1.0), stream, options="--enable-tvm-ffi")
+        self.fn = cute.compile(
+            kernel, *fake(spec), Float32(1.0), stream, options="--enable-tvm-ffi"
+        )
         self.compile_s = time.time() - start
 
     def __call__(self, q, k, v, out, lse, dout, dlse, scale, poison=False):
@@ -76,7 +92,9 @@ def inputs(spec: BwdSpec, sq: int, sk: int, batch=2, heads_kv=2):
     heads = heads_kv * spec.qhead_per_kvhead
 
     def view(seqlen, h, d):
-        x = torch.full((batch, seqlen + 3, h, d + 8), float("nan"), device="cuda", dtype=TORCH[spec.dtype])
+        x = torch.full(
+            (batch, seqlen + 3, h, d + 8), float("nan"), device="cuda", dtype=TORCH[spec.dtype]
+        )
         x[:, :seqlen, :, :d] = torch.randn(batch, seqlen, h, d, device="cuda")
         return x[:, :seqlen, :, :d]
 
@@ -102,7 +120,9 @@ def check(run: Backward, sq: int, sk: int) -> dict:
     row = {"sq": sq, "sk": sk}
     for name, x, ref, leaf in zip(("dq", "dk", "dv"), got, exact, leaves, strict=True):
         ref = torch.nan_to_num(ref, nan=0.0)
-        ours, theirs = ((y.double() - ref).abs().max().item() for y in (x, torch.nan_to_num(leaf.grad)))
+        ours, theirs = (
+            (y.double() - ref).abs().max().item() for y in (x, torch.nan_to_num(leaf.grad))
+        )
         atol = 2 * (ref + 0.3 - 0.3 - ref).abs().max().item() + 1e-5
         row[name] = [ours, theirs]
         row["ok"] = row.get("ok", True) and ours == ours and ours <= 2 * theirs + atol
@@ -122,7 +142,10 @@ def numbers(dims):
             worst = max([worst] + [a / max(b, 1e-9) for a, b in (row["dq"], row["dk"], row["dv"])])
             if not row["ok"]:
                 bad.append(row)
-        print(f"{spec} compile {run.compile_s:.1f} s: {len(bad)} of {len(SHAPES)} bad, worst ratio {worst:.2f}", bad[:3])
+        print(
+            f"{spec} compile {run.compile_s:.1f} s: {len(bad)} of {len(SHAPES)} bad, worst ratio {worst:.2f}",
+            bad[:3],
+        )
         rows.append({"spec": str(spec), "bad": bad, "worst": worst})
     return rows
 
@@ -158,16 +181,18 @@ def repeat(dims, times=100):
 def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
     """Milliseconds of each function, interleaved round by round."""
     times = {name: [] for name in fns}
-    for r in range(rounds + warm):
-        for name, fn in fns.items():
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record()
-            for _ in range(reps):
-                fn()
-            b.record()
-            b.synchronize()
-            if r >= warm:
-                times[name].append(a.elapsed_time(b) / reps)
+    with open("/tmp/bwd_gpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes compile side by side and time in turn
+        for r in range(rounds + warm):
+            for name, fn in fns.items():
+                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                a.record()
+                for _ in range(reps):
+                    fn()
+                b.record()
+                b.synchronize()
+                if r >= warm:
+                    times[name].append(a.elapsed_time(b) / reps)
     return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
 
 
@@ -176,7 +201,43 @@ def peer(q, k, v, dout, causal, det):
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     out, lse = _flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
-    return out, lse, lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=det)
+    return (
+        out,
+        lse,
+        lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=det),
+    )
+
+
+def problem(spec, seqlen):
+    """Random tensors of 32k tokens, heads x head_dim = 2048."""
+    batch, heads = 32768 // seqlen, 2048 // spec.head_dim
+    shape = (batch, seqlen, heads, spec.head_dim)
+    q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v, dout = (q.new_empty(*shape[:3], spec.head_dim_v).normal_() for _ in range(2))
+    return q, k, v, dout
+
+
+def race(spec, seqlen, runs: dict, det: bool) -> dict:
+    """TFLOP/s of several backwards and of flash-attn-4 on one problem."""
+    q, k, v, dout = problem(spec, seqlen)
+    batch, _, heads, _ = q.shape
+    zero, fns = q.new_zeros((batch, heads, seqlen), dtype=torch.float32), {}
+    out, lse, fns["fa4"] = peer(q, k, v, dout, spec.causal, det)
+    args = (q, k, v, out, lse, dout, zero, spec.head_dim**-0.5)
+    expect = fns["fa4"]()
+    for name, run in runs.items():
+        got = run(*args, poison=True)
+        off = max((a.float() - b.float()).abs().max().item() for a, b in zip(got, expect[:3], strict=True))
+        if not off < 0.1:
+            print("WRONG", name, spec, seqlen, off)
+        fns[name] = lambda run=run: run(*args)
+    ms = median_ms(fns)
+    pairs = batch * heads * seqlen**2 / (2 if spec.causal else 1)
+    flops = 2.5 * 2 * pairs * (spec.head_dim + spec.head_dim_v)
+    tflops = {name: flops / t / 1e9 for name, t in ms.items()}
+    print(spec.head_dim, "causal" if spec.causal else "full", "det" if det else "", seqlen, end=" ")
+    print({n: f"{t:.0f}" for n, t in tflops.items()}, flush=True)
+    return {"spec": str(spec), "seqlen": seqlen, "ms": ms, "tflops": tflops}
 
 
 def speed(dims):
@@ -184,44 +245,52 @@ def speed(dims):
     rows = []
     for d, causal, det in itertools.product(dims, (False, True), (False, True)):
         spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
-        run = Backward(spec)
-        for seqlen in (1024, 4096, 16384):
-            batch, heads = 32768 // seqlen, 2048 // spec.head_dim
-            shape = (batch, seqlen, heads, spec.head_dim)
-            q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            v, dout = (q.new_empty(*shape[:3], spec.head_dim_v).normal_() for _ in range(2))
-            fns, zero = {}, q.new_zeros((batch, heads, seqlen), dtype=torch.float32)
-            try:
-                out, lse, fns["fa4"] = peer(q, k, v, dout, causal, det)
-            except Exception as e:
-                print("peer:", type(e).__name__, str(e)[:200])
-                o, stats = torch.ops.aten._scaled_dot_product_flash_attention(
-                    *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal
-                )[:2]
-                out, lse = o.transpose(1, 2).contiguous(), stats
-            fns["ours"] = lambda a=(q, k, v, out, lse, dout, zero, d_scale(spec)): run(*a)
-            ms = median_ms(fns)
-            flops = 2.5 * 2 * batch * heads * seqlen**2 * (spec.head_dim + spec.head_dim_v) / (2 if causal else 1)
-            row = {"d": d, "causal": causal, "det": det, "seqlen": seqlen, "ms": ms}
-            row["tflops"] = {name: flops / t / 1e9 for name, t in ms.items()}
-            rows.append(row)
-            print(d, "causal" if causal else "full", "det" if det else "", seqlen,
-                  {n: f"{t:.0f}" for n, t in row["tflops"].items()}, {n: f"{t:.3f}" for n, t in ms.items()})
+        runs = {"ours": Backward(spec)}
+        rows += [race(spec, seqlen, runs, det) for seqlen in (1024, 4096, 16384)]
     return rows
 
 
-def d_scale(spec):
-    """The default softmax scale."""
-    return spec.head_dim**-0.5
+# what is tried beside the table's row
+VARIANTS = {
+    "64": [
+        {"dq_direct": True},
+        {"scheduler": "ascending"},
+        {"tile_m": 64, "dq_split": "cols", "dv_first": True},
+        {"tile_m": 64, "dq_split": "cols", "dv_first": True, "dq_direct": True},
+    ],
+    "96": [{"dq_direct": True}, {"dv_first": False}, {"scheduler": "ascending"}],
+    "128": [
+        {"dv_first": False},
+        {"dq_direct": True},
+        {"dq_direct": True, "dv_first": False},
+        {"scheduler": "ascending"},
+    ],
+}
+
+
+def variants(dims):
+    """The table's row and its variants."""
+    rows = []
+    for d, causal in itertools.product(dims, (False, True)):
+        spec = BwdSpec("bf16", *head_dims(d), causal)
+        base = config(spec)
+        runs = {"ours": Backward(spec)}
+        for change in VARIANTS[d]:
+            name = ",".join(f"{k}={v}" for k, v in change.items())
+            runs[name] = Backward(spec, dataclasses.replace(base, **change))
+        rows += [race(spec, seqlen, runs, False) for seqlen in (1024, 4096, 16384)]
+    return rows
 
 
 def main():
     part, dims = sys.argv[1], sys.argv[2:] or ["64", "96", "128"]
     start = time.time()
     torch.manual_seed(0)
-    rows = {"numbers": numbers, "repeat": repeat, "speed": speed}[part](dims)
+    rows = {"numbers": numbers, "repeat": repeat, "speed": speed, "variants": variants}[part](dims)
     torch.cuda.synchronize()
-    with open(os.path.join(os.environ.get("OUT", "."), f"bwd_{part}_{'_'.join(dims)}.json"), "w") as f:
+    with open(
+        os.path.join(os.environ.get("OUT", "."), f"bwd_{part}_{'_'.join(dims)}.json"), "w"
+    ) as f:
         json.dump(rows, f, indent=1)
     print(f"{part} {dims}: {time.time() - start:.0f} s")
 

@@ -21,7 +21,6 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx, warpgroup_slice
-from fa_cute.bwd.sm90.dq_store import STORE_THREADS
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
 
 BOTH = CONSUMERS * WARPGROUP_THREADS
@@ -43,7 +42,9 @@ class Lane:
         return self.t % 4 * 2
 
 
-def gemm(tiled: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate) -> None:
+def gemm(
+    tiled: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate
+) -> None:
     """Issue ``acc (+)= A B`` as one wgmma group; ``accumulate`` may be dynamic."""
     atom = cute.make_mma_atom(tiled.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
@@ -68,6 +69,15 @@ def flat(fragment: cute.Tensor) -> cute.Tensor:
 def accumulator(tiled: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
     """Registers of a (rows, cols) product."""
     return cute.make_rmem_tensor(tiled.partition_shape_C((rows, cols)), Float32)
+
+
+def columns(vector: cute.Tensor, size: int, lane: Lane) -> cute.Tensor:
+    """A thread's columns 8 j + col + i of a vector in shared memory, (2, size / 8) in registers."""
+    start = (vector.iterator + lane.col).align(8)
+    layout = cute.make_layout((2, size // 8), stride=(1, 8))
+    values = cute.make_rmem_tensor(cute.make_layout((2, size // 8)), vector.element_type)
+    cute.autovec_copy(cute.make_tensor(start, layout), values)
+    return values
 
 
 @dataclass(frozen=True)
@@ -105,43 +115,86 @@ class Consumer:
         k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
         blocks = cx.q_blocks()
+        P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         k.wait()
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
-            first = m_block == blocks.lo
-            turn = (m_block - blocks.lo) % 2
+        q_full = q.wait_and_advance()
+        self.scores(cx, parts, P, q_full.index)
+        v.wait()
+        do_full = do.wait_and_advance()
+        self.head(cx, parts, (P, dP), (blocks.lo, q_full, do_full), lane)
+        for m_block in cutlass.range(blocks.lo, blocks.hi - 1, unroll=1):
+            dQ = self.tail(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
             q_full = q.wait_and_advance()
-            S = accumulator(cx.mmas.sdp, c.tile_n, c.tile_m)
-            gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
-            if first:
-                v.wait()
+            self.scores(cx, parts, P, q_full.index)  # runs while dQ is handed over
+            warpgroup.wait_group(1)
+            self.hand_over(cx, dQ, m_block, lane)
             do_full = do.wait_and_advance()
-            dP = accumulator(cx.mmas.sdp, c.tile_n, c.tile_m)
-            gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
-            warpgroup.wait_group(1)  # S
-
-            self.probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
-            if m_block < blocks.full_lo or m_block >= blocks.full_hi:
-                self.apply_mask(cx, S, m_block, lane)
-            rP = self.operand(cx, S, cx.mmas.dv)
-            warpgroup.wait_group(0)  # dP
-            self.score_gradient(cx, S, dP, cx.smem.sDelta[None, do_full.index], lane)
-            rdS = self.operand(cx, dP, cx.mmas.dk)
-
-            gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
-            # The stage was last read by both dQ of two steps ago; both were waited for before ds_* of the last step.
-            self.share_ds(cx, parts, rdS, turn, wg)
-            gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], not first)
-            other = cx.barrier_id("ds_00") + 2 * (1 - wg) + turn
-            cute.arch.barrier(barrier_id=other, number_of_threads=BOTH)
-            self.query_gradient(cx, parts, (turn, q_full, do_full), lane)
+            self.head(cx, parts, (P, dP), (m_block + 1, q_full, do_full), lane)
+        last = blocks.hi - 1
+        dQ = self.tail(cx, parts, (P, dP, dK, dV), (last, q_full, do_full), lane)
+        warpgroup.wait_group(0)
+        self.hand_over(cx, dQ, last, lane)
         self.epilogue.run(cx, dK, dV, lane)
+
+    def scores(self, cx: BwdCtx, parts: Parts, S: cute.Tensor, stage):
+        """Issue S^T = K Q^T."""
+        gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, stage], False)
+
+    @cute.jit
+    def head(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane):
+        """From S in flight to P and dP in registers, nothing in flight: the state between two steps."""
+        P, dP = accs
+        m_block, q_full, do_full = at
+        gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
+        warpgroup.wait_group(1)  # S
+        self.probabilities(cx, P, cx.smem.sLse[None, q_full.index], lane)
+        blocks = cx.q_blocks()
+        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+            self.apply_mask(cx, P, m_block, lane)
+        warpgroup.wait_group(0)  # dP
+
+    @cute.jit
+    def tail(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane):
+        """From P and dP to dQ in flight; releases dO and Q. Returns dQ, the newest wgmma group."""
+        P, dP, dK, dV = accs
+        m_block, q_full, do_full = at
+        lo = cx.q_blocks().lo
+        first, turn = m_block == lo, (m_block - lo) % 2
+        rP = self.operand(cx, P, cx.mmas.dv)
+        if const_expr(cx.cfg.dv_first):
+            gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
+        self.score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
+        rdS = self.operand(cx, dP, cx.mmas.dk)
+        if const_expr(not cx.cfg.dv_first):
+            gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
+        # The stage was last read by both dQ of two steps ago; both were waited for before ds_* of the last step.
+        self.share_ds(cx, parts, rdS, turn, lane.wg)
+        gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], not first)
+        other = cx.barrier_id("ds_00") + 2 * (1 - lane.wg) + turn
+        cute.arch.barrier(barrier_id=other, number_of_threads=BOTH)
+        warpgroup.wait_group(1)  # dV
+        do_full.release()
+        dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
+        if const_expr(cx.cfg.dq_split == "turns"):
+            if turn == lane.wg:
+                self.query_gradient(cx, parts, dQ, turn)
+                warpgroup.wait_group(0)
+                cx.writer.hand_over(cx, dQ, m_block, lane, 0)
+            warpgroup.wait_group(0)  # dK
+        else:
+            self.query_gradient(cx, parts, dQ, turn)
+            warpgroup.wait_group(1)  # dK
+        q_full.release()
+        return dQ
 
     def parts(self, cx: BwdCtx, thread, wg) -> Parts:
         """Descriptors of this warpgroup's operands, and where its dS goes."""
         s, m = cx.smem, cx.mmas
         sdp, dv, dk = (warpgroup_slice(x, wg) for x in (m.sdp, m.dv, m.dk))
         dq = warpgroup_slice(m.dq, 0 if cx.cfg.dq_split == "turns" else wg)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), s.sdS.element_type)
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), s.sdS.element_type
+        )
         store_ds = cute.make_tiled_copy_C(atom, m.sdp)
         return Parts(
             tSrK=sdp.make_fragment_A(sdp.partition_A(s.sK)),
@@ -166,13 +219,12 @@ class Consumer:
     @cute.jit
     def probabilities(self, cx: BwdCtx, S: cute.Tensor, sLse: cute.Tensor, lane: Lane):
         """S <- exp2(S * scale - lse), in place; lse by column, two columns at a time."""
-        rS = flat(S)
+        rS, lse = flat(S), columns(sLse, cx.cfg.tile_m, lane)
         for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
             for i in cutlass.range_constexpr(2):
-                lse = sLse[8 * j + lane.col + i]
                 for h in cutlass.range_constexpr(2):
                     r = 4 * j + 2 * h + i
-                    rS[r] = cute.math.exp2(rS[r] * cx.scale_log2 - lse, fastmath=True)
+                    rS[r] = cute.math.exp2(rS[r] * cx.scale_log2 - lse[i, j], fastmath=True)
 
     @cute.jit
     def apply_mask(self, cx: BwdCtx, P: cute.Tensor, m_block: Int32, lane: Lane):
@@ -182,7 +234,9 @@ class Consumer:
             key = cx.n_block * c.tile_n + 64 * lane.wg + lane.row + 8 * h
             start = -m_block * c.tile_m - lane.col
             if const_expr(cx.spec.causal):
-                start += key - (cx.seqlen_k - cx.seqlen_q)  # first query that sees the key, by column of this thread
+                start += key - (
+                    cx.seqlen_k - cx.seqlen_q
+                )  # first query that sees the key, by column of this thread
             if key >= cx.seqlen_k:
                 start = Int32(c.tile_m)
             for j in cutlass.range_constexpr(c.tile_m // 8):
@@ -191,15 +245,16 @@ class Consumer:
                     rP[r] = rP[r] if 8 * j + i >= start else Float32(0.0)
 
     @cute.jit
-    def score_gradient(self, cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, sDelta: cute.Tensor, lane: Lane):
+    def score_gradient(
+        self, cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, sDelta: cute.Tensor, lane: Lane
+    ):
         """dP <- P * (dP - delta), in place."""
-        rP, rdP = flat(P), flat(dP)
+        rP, rdP, delta = flat(P), flat(dP), columns(sDelta, cx.cfg.tile_m, lane)
         for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
             for i in cutlass.range_constexpr(2):
-                delta = sDelta[8 * j + lane.col + i]
                 for h in cutlass.range_constexpr(2):
                     r = 4 * j + 2 * h + i
-                    rdP[r] = rP[r] * (rdP[r] - delta)
+                    rdP[r] = rP[r] * (rdP[r] - delta[i, j])
 
     @cute.jit
     def share_ds(self, cx: BwdCtx, parts: Parts, rdS: cute.Tensor, turn: Int32, wg: Int32):
@@ -212,46 +267,12 @@ class Consumer:
         own = cx.barrier_id("ds_00") + 2 * wg + turn
         cute.arch.barrier_arrive(barrier_id=own, number_of_threads=BOTH)
 
-    @cute.jit
-    def query_gradient(self, cx: BwdCtx, parts: Parts, at, lane: Lane):
-        """dQ of this step to dq_store; releases dO and Q on the way."""
-        turn, q_full, do_full = at
-        if const_expr(cx.cfg.dq_split == "turns"):
-            warpgroup.wait_group(1)  # dV
-            do_full.release()
-            if turn == lane.wg:
-                self.dq_tile(cx, parts, turn, lane)
-            warpgroup.wait_group(0)  # dK
-            q_full.release()
-        else:
-            dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
-            gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, turn], parts.tdQrK, False)
-            warpgroup.wait_group(2)  # dV
-            do_full.release()
-            warpgroup.wait_group(1)  # dK
-            q_full.release()
-            warpgroup.wait_group(0)
-            self.hand_over(cx, dQ, lane)
+    def query_gradient(self, cx: BwdCtx, parts: Parts, dQ: cute.Tensor, stage):
+        """Issue dQ = dS K."""
+        gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, stage], parts.tdQrK, False)
 
     @cute.jit
-    def dq_tile(self, cx: BwdCtx, parts: Parts, turn: Int32, lane: Lane):
-        """All of a dQ tile by this warpgroup."""
-        dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
-        gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, turn], parts.tdQrK, False)
-        warpgroup.wait_group(0)
-        self.hand_over(cx, dQ, lane)
-
-    @cute.jit
-    def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, lane: Lane):
-        """dQ in fragment order into this warpgroup's buffer, once dq_store has drained it."""
-        chunks = cx.cfg.dq_chunks
-        empty, full = cx.barrier_id("dq_empty_0") + lane.wg, cx.barrier_id("dq_full_0") + lane.wg
-        cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
-        to = (cx.smem.sdQ[None, lane.wg].iterator + lane.t * 4).align(16)
-        vectors = cute.make_layout((4, chunks.vectors), stride=(1, 4 * WARPGROUP_THREADS))
-        registers = cute.make_tensor(dQ.iterator, cute.make_layout((4, chunks.vectors)))
-        cute.autovec_copy(registers, cute.make_tensor(to, vectors))
-        cute.arch.fence_proxy("async.shared", space="cta")  # the bulk engine reads through the async proxy
-        cute.arch.barrier_arrive(barrier_id=full, number_of_threads=STORE_THREADS)
-
-
+    def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, m_block: Int32, lane: Lane):
+        """Give this warpgroup's part of the dQ tile to the writer; in turns that is done already."""
+        if const_expr(cx.cfg.dq_split != "turns"):
+            cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)

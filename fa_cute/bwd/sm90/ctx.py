@@ -195,5 +195,3 @@ def build_smem(cfg: BwdSm90Config, dtype) -> SimpleNamespace:
 def warpgroup_slice(tiled: cute.TiledMma, index):
     """The part of a tiled product that warpgroup ``index`` has a hand in (descriptors, not registers)."""
     return tiled.get_slice(index * WARPGROUP_THREADS)
-
-

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
 from fa_cute.ops import mask
-from fa_cute.ops.reduce import bulk_add_f32
+from fa_cute.ops.reduce import add_f32x4, bulk_add_f32
 from fa_cute.ops.semaphore import pass_turn, wait_turn
 from fa_cute.sched.spt import lock_value
 
@@ -53,6 +54,43 @@ class Turnstile:
 
 
 @dataclass(frozen=True)
+class Buffered:
+    """dQ through shared memory: the store warp adds it in bulk, in an order."""
+
+    order: Any
+
+    @cute.jit
+    def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, m_block: Int32, lane, chunk):
+        """A consumer warpgroup's chunk into its buffer, once the store warp has drained it."""
+        vectors = cx.cfg.dq_chunks.vectors
+        empty, full = cx.barrier_id("dq_empty_0") + lane.wg, cx.barrier_id("dq_full_0") + lane.wg
+        cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
+        to = (cx.smem.sdQ[None, lane.wg].iterator + lane.t * 4).align(16)
+        layout = cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP_THREADS))
+        registers = cute.make_tensor(dQ.iterator, cute.make_layout((4, vectors)))
+        cute.autovec_copy(registers, cute.make_tensor(to, layout))
+        cute.arch.fence_proxy(
+            "async.shared", space="cta"
+        )  # the bulk engine reads by the async proxy
+        cute.arch.barrier_arrive(barrier_id=full, number_of_threads=STORE_THREADS)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """dQ from the registers: no shared memory, no other warp, no order."""
+
+    @cute.jit
+    def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, m_block: Int32, lane, chunk):
+        """Add a consumer warpgroup's chunk to the accumulator, 512 bytes a warp and instruction."""
+        c = cx.cfg
+        to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
+        to += chunk * c.dq_chunks.chunk_floats + lane.t * 4
+        r = cute.make_tensor(dQ.iterator, cute.make_layout((4, c.dq_chunks.vectors)))
+        for j in cutlass.range_constexpr(c.dq_chunks.vectors):
+            add_f32x4(to + j * 4 * WARPGROUP_THREADS, r[0, j], r[1, j], r[2, j], r[3, j])
+
+
+@dataclass(frozen=True)
 class DqStore:
     """One warp, of which one thread works. Waits dq_full_<w>, adds the chunk to the accumulator, signals dq_empty_<w>."""
 
@@ -69,19 +107,27 @@ class DqStore:
             elected = cute.arch.lane_idx() == 0
             for chunk in cutlass.range_constexpr(c.dq_chunks.num):
                 # in turns, one warpgroup writes all of the tile
-                w = (m_block - blocks.lo) % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                w = (
+                    (m_block - blocks.lo) % CONSUMERS
+                    if const_expr(c.dq_split == "turns")
+                    else chunk
+                )
                 cute.arch.barrier(barrier_id=full + w, number_of_threads=STORE_THREADS)
                 if elected:
                     if const_expr(chunk == 0):
-                        cx.writer.begin(cx, m_block)
+                        cx.writer.order.begin(cx, m_block)
                     src = cx.smem.sdQ[None, w].iterator
                     bulk_add_f32(to + chunk * chunk_floats, src, chunk_floats * 4)
                     cute.arch.cp_async_bulk_commit_group()
             if elected:
-                cx.writer.end(cx, m_block)
+                cx.writer.order.end(cx, m_block)
             cute.arch.sync_warp()
             for chunk in cutlass.range_constexpr(c.dq_chunks.num):
-                w = (m_block - blocks.lo) % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                w = (
+                    (m_block - blocks.lo) % CONSUMERS
+                    if const_expr(c.dq_split == "turns")
+                    else chunk
+                )
                 cute.arch.barrier_arrive(barrier_id=empty + w, number_of_threads=STORE_THREADS)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -34,8 +34,12 @@ class Store:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=cx.barrier_id("epilogue"), number_of_threads=BOTH)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
-            gV = cute.local_tile(g.mdV[None, None, tile.head, tile.batch], (c.tile_n, c.head_dim_v), (cx.n_block, 0))
-            gK = cute.local_tile(g.mdK[None, None, tile.head, tile.batch], (c.tile_n, c.head_dim), (cx.n_block, 0))
+            gV = cute.local_tile(
+                g.mdV[None, None, tile.head, tile.batch], (c.tile_n, c.head_dim_v), (cx.n_block, 0)
+            )
+            gK = cute.local_tile(
+                g.mdK[None, None, tile.head, tile.batch], (c.tile_n, c.head_dim), (cx.n_block, 0)
+            )
             self.to_global(g.store_dv, cx.smem.sV, gV)
             self.to_global(g.store_dk, cx.smem.sK, gK)
             cute.arch.cp_async_bulk_commit_group()
@@ -45,7 +49,9 @@ class Store:
         """Accumulator -> 16 bits -> shared memory in the operand's layout."""
         values = cute.make_rmem_tensor(acc.layout, smem.element_type)
         values.store(acc.load().to(smem.element_type))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), smem.element_type)
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), smem.element_type
+        )
         copy = cute.make_tiled_copy_C(atom, tiled)
         cute.copy(copy, copy.retile(values), copy.get_slice(thread).partition_D(smem))
 
@@ -87,5 +93,3 @@ class Add:
         r = cute.make_tensor(acc.iterator, cute.make_layout((4, chunks.vectors)))
         for j in cutlass.range_constexpr(chunks.vectors):
             add_f32x4(to + j * 4 * WARPGROUP_THREADS, r[0, j], r[1, j], r[2, j], r[3, j])
-
-

@@ -15,8 +15,16 @@ from fa_cute.bwd.args import BwdSpec, workspace
 from fa_cute.bwd.postprocess import BwdPostprocess
 from fa_cute.bwd.preprocess import BwdPreprocess, sizes_of
 from fa_cute.bwd.sm90.consumer import Consumer
-from fa_cute.bwd.sm90.ctx import DTYPES, BwdCtx, Globals, Layouts, build_pipes, build_smem, make_mmas
-from fa_cute.bwd.sm90.dq_store import AnyOrder, DqStore, Turnstile
+from fa_cute.bwd.sm90.ctx import (
+    DTYPES,
+    BwdCtx,
+    Globals,
+    Layouts,
+    build_pipes,
+    build_smem,
+    make_mmas,
+)
+from fa_cute.bwd.sm90.dq_store import AnyOrder, Buffered, Direct, DqStore, Turnstile
 from fa_cute.bwd.sm90.epilogue import Add, Store
 from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.plan import BwdSm90Config
@@ -65,10 +73,16 @@ class BwdSm90:
         BwdPreprocess(c, spec)(mQ, mK, mO, mdO, mLSE, mdLSE, mWork, stream)
         Main(c, spec)((mQ, mK, mV, mdO), (mdK, mdV), mWork, softmax_scale, stream)
         at = workspace(c, spec, sizes_of(mQ, mK))
-        BwdPostprocess(c.dq_chunks, spec.head_dim)(section(mWork, at.dq), mdQ, softmax_scale, stream)
+        BwdPostprocess(c.dq_chunks, spec.head_dim)(
+            section(mWork, at.dq), mdQ, softmax_scale, stream
+        )
         if const_expr(spec.shares_kv):
-            BwdPostprocess(c.dk_chunks, spec.head_dim)(section(mWork, at.dk), mdK, softmax_scale, stream)
-            BwdPostprocess(c.dv_chunks, spec.head_dim_v)(section(mWork, at.dv), mdV, Float32(1.0), stream)
+            BwdPostprocess(c.dk_chunks, spec.head_dim)(
+                section(mWork, at.dk), mdK, softmax_scale, stream
+            )
+            BwdPostprocess(c.dv_chunks, spec.head_dim_v)(
+                section(mWork, at.dv), mdV, Float32(1.0), stream
+            )
 
 
 def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
@@ -82,7 +96,9 @@ def as_tma(tensor: cute.Tensor) -> cute.Tensor:
     units = 128 // tensor.element_type.width
     stride = tuple(s if isinstance(s, int) else cute.assume(s, divby=units) for s in tensor.stride)
     order = (1, 3, 2, 0)
-    layout = cute.make_layout(tuple(tensor.shape[i] for i in order), stride=tuple(stride[i] for i in order))
+    layout = cute.make_layout(
+        tuple(tensor.shape[i] for i in order), stride=tuple(stride[i] for i in order)
+    )
     pointer = cute.make_ptr(
         tensor.element_type, tensor.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16
     )
@@ -122,7 +138,9 @@ class Main:
         }
 
         def tma(op, tensor, field):
-            made = cpasync.make_tiled_tma_atom(op, as_tma(tensor), layouts.of(field, stages=False), boxes[field])
+            made = cpasync.make_tiled_tma_atom(
+                op, as_tma(tensor), layouts.of(field, stages=False), boxes[field]
+            )
             return made[0], made[1]
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -157,11 +175,23 @@ class Main:
         )
 
     @property
+    def writer(self):
+        """How dQ gets to its accumulator."""
+        if self.cfg.dq_direct:
+            return Direct()
+        return Buffered(Turnstile() if self.spec.deterministic else AnyOrder())
+
+    @property
     def program(self):
         """Role and body, in the order of the warps. Determinism is a matter of which writer and epilogue."""
         spec = self.spec
         epilogue = Add(spec.deterministic) if spec.shares_kv else Store()
-        bodies = {"load": Load(), "dq_store": DqStore(), "idle": Idle(), "consumer": Consumer(epilogue)}
+        bodies = {
+            "load": Load(),
+            "dq_store": DqStore(),
+            "idle": Idle(),
+            "consumer": Consumer(epilogue),
+        }
         return tuple((role, bodies[role.name]) for role in self.cfg.warps.roles)
 
     @cute.kernel
@@ -179,7 +209,7 @@ class Main:
             smem=smem,
             pipes=pipes,
             mmas=make_mmas(c, DTYPES[self.spec.dtype]),
-            writer=Turnstile() if self.spec.deterministic else AnyOrder(),
+            writer=self.writer,
             tile=sched.here(order).tile(),
             seqlen_q=g.mQ.shape[0],
             seqlen_k=g.mK.shape[0],

@@ -19,10 +19,18 @@ class Load:
     @cute.jit
     def run(self, cx: BwdCtx):
         c, g, s, tile = cx.cfg, cx.g, cx.smem, cx.tile
-        gK = cute.local_tile(g.mK[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim), (cx.n_block, 0))
-        gV = cute.local_tile(g.mV[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim_v), (cx.n_block, 0))
-        gQ = cute.local_tile(g.mQ[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim), (None, 0))
-        gdO = cute.local_tile(g.mdO[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim_v), (None, 0))
+        gK = cute.local_tile(
+            g.mK[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim), (cx.n_block, 0)
+        )
+        gV = cute.local_tile(
+            g.mV[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim_v), (cx.n_block, 0)
+        )
+        gQ = cute.local_tile(
+            g.mQ[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim), (None, 0)
+        )
+        gdO = cute.local_tile(
+            g.mdO[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim_v), (None, 0)
+        )
         gLse = cute.local_tile(g.mLse[None, tile.head, tile.batch], (c.tile_m,), (None,))
         gDelta = cute.local_tile(g.mDelta[None, tile.head, tile.batch], (c.tile_m,), (None,))
         tKsK, tKgK = partition(g.load_k, s.sK, gK)
@@ -38,17 +46,31 @@ class Load:
         blocks = cx.q_blocks()
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             q_free = q.acquire_and_advance()
-            cute.copy(g.load_q, tQgQ[None, m_block], tQsQ[None, q_free.index], tma_bar_ptr=q_free.barrier)
+            cute.copy(
+                g.load_q, tQgQ[None, m_block], tQsQ[None, q_free.index], tma_bar_ptr=q_free.barrier
+            )
             with cute.arch.elect_one():
-                cute.copy(bulk, gLse[None, m_block], s.sLse[None, q_free.index], mbar_ptr=q_free.barrier)
+                cute.copy(
+                    bulk, gLse[None, m_block], s.sLse[None, q_free.index], mbar_ptr=q_free.barrier
+                )
             if m_block == blocks.lo:
                 # V is needed after the first S: load it behind K and Q
                 v_free = v.acquire_and_advance()
                 cute.copy(g.load_v, tVgV, tVsV, tma_bar_ptr=v_free.barrier)
             do_free = do.acquire_and_advance()
-            cute.copy(g.load_do, tOgO[None, m_block], tOsO[None, do_free.index], tma_bar_ptr=do_free.barrier)
+            cute.copy(
+                g.load_do,
+                tOgO[None, m_block],
+                tOsO[None, do_free.index],
+                tma_bar_ptr=do_free.barrier,
+            )
             with cute.arch.elect_one():
-                cute.copy(bulk, gDelta[None, m_block], s.sDelta[None, do_free.index], mbar_ptr=do_free.barrier)
+                cute.copy(
+                    bulk,
+                    gDelta[None, m_block],
+                    s.sDelta[None, do_free.index],
+                    mbar_ptr=do_free.barrier,
+                )
         q.tail()
         do.tail()
 

@@ -82,16 +82,21 @@ class BwdSm90Config:
     do_stages: int = 2
     ds_stages: int = 2
     dq_split: str = "cols"
-    deterministic: bool = False
+    dq_direct: bool = False
+    dv_first: bool = True
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
 
     def __post_init__(self) -> None:
         if self.tile_n != WGMMA_ROWS * CONSUMERS:
-            raise PlanError(f"tile_n is {self.tile_n}; {WGMMA_ROWS} keys for each of {CONSUMERS} warpgroups")
+            raise PlanError(
+                f"tile_n is {self.tile_n}; {WGMMA_ROWS} keys for each of {CONSUMERS} warpgroups"
+            )
         if self.tile_m % WGMMA_ROWS:
-            raise PlanError(f"tile_m is {self.tile_m}; a multiple of {WGMMA_ROWS}, the rows of a wgmma")
+            raise PlanError(
+                f"tile_m is {self.tile_m}; a multiple of {WGMMA_ROWS}, the rows of a wgmma"
+            )
         if self.dq_split not in ("rows", "cols", "turns"):
             raise PlanError(f"dq_split is {self.dq_split!r}; 'rows', 'cols' or 'turns'")
         _ = self.dq_chunks
@@ -100,15 +105,17 @@ class BwdSm90Config:
     def check(self, arch: Arch) -> None:
         """Raise PlanError unless the plan fits the machine."""
         if self.smem.total > arch.smem_bytes:
-            raise PlanError(f"{self.smem.total} bytes of shared memory; {arch.name} has {arch.smem_bytes}")
+            raise PlanError(
+                f"{self.smem.total} bytes of shared memory; {arch.name} has {arch.smem_bytes}"
+            )
 
     @property
     def warps(self) -> WarpPlan:
         return WarpPlan(
             (
                 Role("load", 0, 1, self.other_regs),
-                Role("dq_store", 1, 2, self.other_regs),
-                Role("idle", 2, 4, self.other_regs),
+                *(() if self.dq_direct else (Role("dq_store", 1, 2, self.other_regs),)),
+                Role("idle", 1 if self.dq_direct else 2, 4, self.other_regs),
                 Role("consumer", 4, 4 + 4 * CONSUMERS, self.consumer_regs),
             ),
             launch_regs=168,
@@ -133,6 +140,8 @@ class BwdSm90Config:
     @property
     def smem(self) -> SmemPlan:
         m, n, d, dv = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        # one buffer per warpgroup, written by it and drained by dq_store
+        sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, CONSUMERS)
         return SmemPlan(
             (
                 SmemField("sK", n * d * ELEMENT_BYTES),
@@ -140,8 +149,7 @@ class BwdSm90Config:
                 SmemField("sQ", m * d * ELEMENT_BYTES, self.q_stages),
                 SmemField("sdO", m * dv * ELEMENT_BYTES, self.do_stages),
                 SmemField("sdS", m * n * ELEMENT_BYTES, self.ds_stages),
-                # one buffer per warpgroup, written by it and drained by dq_store
-                SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, CONSUMERS),
+                *(() if self.dq_direct else (sdQ,)),
                 SmemField("sLse", m * FLOAT_BYTES, self.q_stages, align=128),
                 SmemField("sDelta", m * FLOAT_BYTES, self.do_stages, align=128),
                 # results replace the operands that they came from, once both warpgroups have read these for good
@@ -159,20 +167,34 @@ class BwdSm90Config:
         consumer 0 <--ds--> consumer 1
         """
         both = WARPGROUP_THREADS * CONSUMERS
-        to_store = WARPGROUP_THREADS + 32
+        buffers = tuple(
+            Barrier(f"dq_{what}_{w}", ("consumer", "dq_store"), WARPGROUP_THREADS + 32)
+            for what in ("full", "empty")
+            for w in range(CONSUMERS)
+        )
         return Topology(
             (
                 Edge("load_k", Via.TMA_ASYNC, "load", "consumer", tx=("sK",)),
                 Edge("load_v", Via.TMA_ASYNC, "load", "consumer", tx=("sV",)),
                 Edge("load_q", Via.TMA_ASYNC, "load", "consumer", self.q_stages, tx=("sQ", "sLse")),
-                Edge("load_do", Via.TMA_ASYNC, "load", "consumer", self.do_stages, tx=("sdO", "sDelta")),
+                Edge(
+                    "load_do",
+                    Via.TMA_ASYNC,
+                    "load",
+                    "consumer",
+                    self.do_stages,
+                    tx=("sdO", "sDelta"),
+                ),
             ),
             (
                 # ds_<w><s>: warpgroup w has written its half of sdS stage s; the other one waits. Ids are consecutive.
-                *(Barrier(f"ds_{w}{s}", ("consumer",), both) for w in range(CONSUMERS) for s in range(2)),
-                *(Barrier(f"dq_full_{w}", ("consumer", "dq_store"), to_store) for w in range(CONSUMERS)),
-                *(Barrier(f"dq_empty_{w}", ("consumer", "dq_store"), to_store) for w in range(CONSUMERS)),
+                *(
+                    Barrier(f"ds_{w}{s}", ("consumer",), both)
+                    for w in range(CONSUMERS)
+                    for s in range(2)
+                ),
                 Barrier("epilogue", ("consumer",)),
+                *(() if self.dq_direct else buffers),
             ),
         )
 
@@ -190,9 +212,12 @@ def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
     for d, dv, tile_m, dq_split in TILES:
         if spec.head_dim <= d and spec.head_dim_v <= dv:
-            ordered = spec.deterministic
-            order = ("spt" if spec.causal else "ascending") if ordered else "single"
-            return BwdSm90Config(d, dv, tile_m, dq_split=dq_split, deterministic=ordered, scheduler=order)
+            order = "single"
+            if spec.deterministic:
+                order = "spt" if spec.causal else "ascending"
+            return BwdSm90Config(
+                d, dv, tile_m, dq_split=dq_split, dv_first=tile_m < 128, scheduler=order
+            )
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented on sm90; "
         f"implemented: head dims up to {[row[:2] for row in TILES]}"
