@@ -85,7 +85,7 @@ def _whole_words(memory, size: int) -> np.ndarray:
 
 
 def _source_bytes(ins: Instr, k, size: int):
-    """`fn(warp, mask) -> int64[32]`: the bytes that each lane reads, from src-size or ignore-src."""
+    """`fn(warp, mask) -> int64[32]`: the bytes that each lane reads."""
     extra = ins.operands[3:]
     if ins.has("L2::cache_hint"):
         extra = extra[:-1]

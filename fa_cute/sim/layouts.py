@@ -100,7 +100,7 @@ def element_offset(desc: SmemDesc, mn: int, k: int, elem_bytes: int, mn_major: b
 
 @dataclass(frozen=True)
 class Gather:
-    """The 16-byte chunks of an operand, counted from `start - start % 1024`; (rows, chunks per row).
+    """16-byte chunks of an operand, counted from `start - start % 1024`; (rows, chunks per row).
 
     Rows are MN rows for a K-major operand and K rows for an MN-major one.
     """
