@@ -11,13 +11,14 @@ import numpy as np
 
 from fa_cute import arch as _arch
 from fa_cute.errors import MisuseError, SimError
+from fa_cute.sim import blas
 from fa_cute.sim import operands as ops
 from fa_cute.sim.handlers import Signal, Wait
 from fa_cute.sim.mbarrier import MBarrier
 from fa_cute.sim.memory import GlobalMemory, SharedMemory, TensorMemory, aligned_zeros
 from fa_cute.sim.program import Program, load_program
 from fa_cute.sim.ptx import Kernel
-from fa_cute.sim.report import LaunchReport, deadlock
+from fa_cute.sim.report import LaunchReport, Names, deadlock
 from fa_cute.sim.schedule import AsyncQueue, Schedule
 from fa_cute.sim.sync import ClusterBarrier, NamedBarrier
 from fa_cute.sim.timeline import Timeline
@@ -85,7 +86,7 @@ class Cta:
         old = self.mbarriers.get(offset)
         if old is not None and old.waiters:
             raise MisuseError(f"{ins.where}: {old} is initialised again while a warp waits on it")
-        self.mbarriers[offset] = MBarrier(count, self.rank, offset)
+        self.mbarriers[offset] = MBarrier(count, self.rank, offset, self.machine.clock)
         self.smem_valid[offset : offset + 8] = 1
 
     def mbarrier(self, addr: int, ins=None) -> MBarrier:
@@ -233,7 +234,11 @@ class Machine:
         self.running: list[Cluster] = []
         self.pool: list[list[Cta]] = []
         self.instructions = 0
-        self.timeline = Timeline() if options.trace else None
+        self.clock = [0]  # simulated step of whatever happens now; only a trace moves it
+        self.timeline = None
+        if options.trace:
+            self.timeline = self.queue.timeline = Timeline(Names(options.plan))
+            self.queue.trace(self.clock, self.counters)
         self.extents = memory.table()
         self.bar = None
 
@@ -348,8 +353,6 @@ class Machine:
                 self.fresh_progress = False
                 self.release_spinning()
                 continue
-            if self.other_paths():
-                continue
             if grow and self.spinning and limit < self.max_resident() and self.start_cluster():
                 limit += 1
                 self.fresh_progress = True
@@ -359,28 +362,19 @@ class Machine:
     def run_ready(self) -> None:
         ready, queue = self.ready, self.queue
         random_warps, lazy = self.random_warps, not queue.early
+        run = Warp.run if self.timeline is None else Warp.run_traced
         while ready:
             if random_warps:
                 ready.rotate(-self.rng.randrange(len(ready)))
             warp = ready.popleft()
             before = warp.core.ctx.count
-            warp.run()
+            run(warp)
             if type(warp.wait) is not Spin or warp.core.ctx.count - before > SPIN_INSTRUCTIONS:
                 self.fresh_progress = True
             if lazy:
                 queue.between_warps()
             if self.asking:
                 self.ask()
-
-    def other_paths(self) -> bool:
-        """Last resort before a deadlock: blocked diverged warps try their other paths."""
-        found = False
-        for cluster in self.running:
-            for cta in cluster.ctas:
-                for warp in cta.warps:
-                    if warp.wait is not None and warp.try_other_path():
-                        found = True
-        return found
 
     def max_resident(self) -> int:
         """Clusters that fit on the device at once."""
@@ -450,7 +444,7 @@ def run(
         memory.add(array.ctypes.data, array.nbytes, name)
     machine = Machine(program, launch, buffer, memory, Schedule.of(schedule or Schedule()), options)
     started = time.perf_counter()
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), blas.single_thread():
         from fa_cute.sim import progress
 
         with progress.bar(launch.clusters, kernel.name, options.progress) as machine.bar:

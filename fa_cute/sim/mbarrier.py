@@ -15,23 +15,27 @@ PROXY_WORDS = ("shared", "shared::cta", "shared::cluster")
 class MBarrier(Signal):
     """Phase, pending arrivals and outstanding bytes of one barrier."""
 
-    __slots__ = ("expected", "offset", "pending", "phase", "rank", "time", "tx")
+    __slots__ = ("clock", "expected", "last", "offset", "pending", "phase", "rank", "time", "tx")
 
-    def __init__(self, count: int, rank: int = 0, offset: int = 0):
+    def __init__(self, count: int, rank: int = 0, offset: int = 0, clock=(0,)):
         super().__init__()
         self.expected = self.pending = count
         self.tx = 0
         self.phase = 0
         self.rank, self.offset = rank, offset
-        self.time = 0  # simulated step of the last arrival, for the timeline
+        self.clock = clock  # the machine's [step], for the timeline
+        self.last = self.time = 0  # step of the latest arrival, and of the last completed phase
 
     def passed(self, parity: int) -> bool:
         """Has the phase of this parity completed?"""
         return (self.phase & 1) != parity
 
     def _check(self) -> None:
+        if self.last < self.clock[0]:
+            self.last = self.clock[0]
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
+            self.time = self.last
             self.pending = self.expected
             if self.waiters:
                 self.fire()
@@ -159,8 +163,6 @@ def _arrival(ins: Instr, k, act):
         barrier = cta.mbarrier(address(warp, mask), ins)
         if write is not None:
             write(warp, mask, barrier.phase)
-        if barrier.time < warp.time:
-            barrier.time = warp.time
         act(barrier, amount(warp, mask), mask.bit_count() if mask else 0)
 
     def _arrive_each(warp, mask, addrs):
@@ -268,12 +270,12 @@ def bind_wait(ins: Instr, k):
             write(warp, mask, 0)
             return warp.machine.spin(warp)
 
-        def then(warp):
-            if warp.time < barrier.time:
-                warp.time = barrier.time
-            write(warp, mask, mask)
-
-        return Wait(test, lambda: barrier.state() | {"parity": want}, barrier, then)
+        return Wait(
+            test,
+            lambda: barrier.state() | {"parity": want},
+            barrier,
+            lambda warp: write(warp, mask, mask),
+        )
 
     return wait
 
@@ -287,8 +289,6 @@ def bind_cp_async_arrive(ins: Instr, k):
     def arrive(warp, mask):
         barrier, lanes = warp.cta.mbarrier(address(warp, mask), ins), mask.bit_count()
         barrier.pending += lanes * extra
-        warp.machine.queue.post(
-            "cp.async arrive", ("cp.async", warp), lambda: barrier.arrive(lanes, ins)
-        )
+        warp.groups("cp_async").after(lambda: barrier.arrive(lanes, ins))
 
     return arrive

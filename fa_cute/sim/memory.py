@@ -84,7 +84,7 @@ class GlobalMemory:
         self.extents.append(extent)
         self.starts, self.stops = [], []
         for e in sorted(self.extents, key=lambda e: e.start):
-            if self.stops and e.start <= self.stops[-1]:
+            if self.stops and e.start < self.stops[-1]:
                 self.stops[-1] = max(self.stops[-1], e.stop)
             else:
                 self.starts.append(e.start)

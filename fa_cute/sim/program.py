@@ -130,6 +130,8 @@ class Program:
                     extents=machine.extents,
                 )
                 warp.core.ctx.budget = machine.options.budget
+                if hasattr(warp.core, "memory"):
+                    warp.core.memory = machine.memory  # it names tensors in its errors
         return ctas
 
     def start(self, machine: Machine, cluster: Cluster, cluster_id: tuple[int, int, int]) -> None:

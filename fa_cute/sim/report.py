@@ -155,6 +155,12 @@ def _mbarrier_line(names: Names, cta: Cta, state: dict) -> str:
 
 def describe(names: Names, warp: Warp) -> str:
     """One line: what a warp waits for."""
+    paths = [f"lanes {m:#x}" for _, m in warp.core.groups()]
+    split = f" (diverged: {', '.join(paths)})" if len(paths) > 1 else ""
+    return _describe(names, warp) + split
+
+
+def _describe(names: Names, warp: Warp) -> str:
     info = warp.wait.describe()
     kind = info["on"]
     if kind == "mbarrier":

@@ -55,6 +55,8 @@ class AsyncQueue:
         self.agents: dict[Hashable, deque] = {}
         self.order: deque[Hashable] = deque()  # agent of each operation, in order of issue
         self.done = 0  # operations performed: somebody who polls may look again
+        self.timeline = None
+        self.cta = (0, 0, 0)  # whose warp is running, for the timeline
         self._running = False
 
     def __len__(self) -> int:
@@ -74,6 +76,27 @@ class AsyncQueue:
             return
         self.agents.setdefault(agent, deque()).append((kind, fn))
         self.order.append(agent)
+
+    def trace(self, clock: list[int], counters) -> None:
+        """Give operations a start and an end in simulated steps, from what they count."""
+        plain, busy, usual = self.post, {}, {}
+
+        def post(kind: str, agent: Hashable, fn: Callable[[], None]) -> None:
+            issued, cta = clock[0], self.cta
+
+            def timed() -> None:
+                outer, before = clock[0], _work(counters)
+                start = max(issued, busy.get(agent, 0))
+                clock[0] = start + usual.get(kind, 1)  # signals come at the end
+                fn()
+                usual[kind] = 1 + int(_work(counters) - before)
+                busy[agent] = start + usual[kind]
+                self.timeline.add(cta, kind, start, busy[agent], kind)
+                clock[0] = outer
+
+            plain(kind, agent, timed)
+
+        self.post = post
 
     def pending(self, agent: Hashable) -> int:
         return len(self.agents.get(agent, ()))
@@ -122,27 +145,49 @@ class AsyncQueue:
         return out
 
 
+def _work(counters) -> float:
+    """Steps of asynchronous work counted so far: tensor-core flops and bytes moved."""
+    moved = sum(n for name, n in counters.items() if name != "mma.flops")
+    return counters["mma.flops"] / 16384 + moved / 64
+
+
 class Groups(Signal):
     """Commit groups of one kind of asynchronous operation (bulk, cp.async, wgmma)."""
 
-    __slots__ = ("committed", "kind", "open")
+    __slots__ = ("committed", "kind", "live", "open", "watchers")
 
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
         self.open = [0]  # outstanding operations of the group that is being collected
         self.committed: deque[list[int]] = deque()
+        self.live: set[object] = set()  # operations that are not done
+        self.watchers: list[tuple[set, Callable[[], None]]] = []
 
     def add(self) -> Callable[[], None]:
         """One more operation in the open group; call the result when it is done."""
-        group = self.open
+        group, me = self.open, object()
         group[0] += 1
+        self.live.add(me)
 
         def done() -> None:
             group[0] -= 1
+            self.live.discard(me)
+            for watcher in self.watchers[:]:
+                watcher[0].discard(me)
+                if not watcher[0]:
+                    self.watchers.remove(watcher)
+                    watcher[1]()
             self.fire()
 
         return done
+
+    def after(self, fn: Callable[[], None]) -> None:
+        """Call `fn` when the operations that were added so far are done (perhaps at once)."""
+        if self.live:
+            self.watchers.append((set(self.live), fn))
+        else:
+            fn()
 
     def commit(self) -> None:
         self.committed.append(self.open)

@@ -108,11 +108,7 @@ def _meet(warp, barrier, generation: int) -> Wait | None:
             warp.time = barrier.time
         return None
 
-    def then(warp):
-        if warp.time < barrier.time:
-            warp.time = barrier.time
-
-    return Wait(lambda: barrier.generation != generation, barrier.state, barrier, then)
+    return Wait(lambda: barrier.generation != generation, barrier.state, barrier)
 
 
 @handles("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync")

@@ -32,8 +32,16 @@ COLORS = {
 
 
 class Timeline:
-    def __init__(self) -> None:
+    """Events of one launch; `names` gives roles to warps."""
+
+    def __init__(self, names=None) -> None:
+        self.names = names
         self.events: list[Event] = []
+
+    def lane(self, warp: int) -> str:
+        """`softmax 3`: role and warp number."""
+        role = self.names.roles.get(warp) if self.names is not None else None
+        return f"{role or 'warp'} {warp}"
 
     def add(self, cta: tuple, lane: str, start: int, stop: int, what: str = "run") -> None:
         if stop > start:

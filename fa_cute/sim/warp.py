@@ -50,8 +50,7 @@ class Warp:
         "r64",
         "regs",
         "run_core",
-        "since",
-        "special",
+        "skew",
         "spins",
         "state",
         "steps",
@@ -67,9 +66,9 @@ class Warp:
         self.core = core
         self.run_core = core.run
         self.r32, self.r64, self.pred = core.r32, core.r64, core.pred
-        self.v32 = memoryview(core.r32).cast("B").cast("I")
-        self.v64 = memoryview(core.r64).cast("B").cast("Q")
-        self.vp = memoryview(core.pred).cast("B").cast("I")
+        self.v32 = memoryview(core.r32.reshape(-1))
+        self.v64 = memoryview(core.r64.reshape(-1))
+        self.vp = memoryview(core.pred.reshape(-1))
 
     def reset(self, cta: Cta, index: int, live: int, steps: list) -> None:
         """Put the warp at the start of the kernel, as warp `index` of a CTA."""
@@ -80,7 +79,7 @@ class Warp:
         self.wait: Wait | None = None
         self.at = 0
         self.time = 0
-        self.since = 0
+        self.skew = 0  # simulated step minus instructions executed
         self.regs = cta.launch_regs
         self.cluster_generation = None
         self.warpgroup = cta.warpgroups[index // 4]
@@ -116,6 +115,32 @@ class Warp:
                 if self.leave(stop):
                     return
 
+    def run_traced(self) -> None:
+        """`run` that keeps the simulated clock and records what the warp did."""
+        machine, ctx = self.machine, self.core.ctx
+        clock, timeline, lane = machine.clock, machine.timeline, machine.timeline.lane(self.index)
+        start = self.time
+        machine.queue.cta = self.cta.ctaid
+        while True:
+            stop = self.run_core()
+            now = self.time = ctx.count + self.skew
+            clock[0] = now
+            if stop >> 60:
+                if self.leave(stop):
+                    timeline.add(self.cta.ctaid, lane, start, now)
+                    return
+                continue
+            self.at = stop >> 32
+            wait = self.steps[self.at](self, stop & FULL)
+            if self.time > now:
+                timeline.add(self.cta.ctaid, lane, start, now)
+                timeline.add(self.cta.ctaid, lane, now, self.time, "wait")
+                self.skew += self.time - now
+                start = self.time
+            if wait is not None and not self.block(wait):
+                timeline.add(self.cta.ctaid, lane, start, now)
+                return
+
     def block(self, wait: Wait) -> bool:
         """Register the wait; True when it is over at once."""
         while wait.ready():
@@ -131,6 +156,12 @@ class Warp:
     def wake(self) -> None:
         """The wait is over: finish the instruction and queue for running."""
         wait, self.wait = self.wait, None
+        timeline = self.machine.timeline
+        if timeline is not None:
+            now = max(getattr(wait.source, "time", 0), self.time)
+            timeline.add(self.cta.ctaid, timeline.lane(self.index), self.time, now, "wait")
+            self.skew += now - self.time
+            self.time = now
         if wait.then is not None:
             again = wait.then(self)
             if again is not None and not self.block(again):
@@ -160,11 +191,6 @@ class Warp:
                 f"{ins.where}: {ins.op}: lanes {wanted & ~others:#010x} of the mask have left"
             )
         return None
-
-    def try_other_path(self) -> bool:
-        """A diverged warp whose current path waits: continue with another path, if there is one."""
-        switch = getattr(self.core, "switch", None)
-        return bool(switch and switch())
 
     def poll(self, ins, mask: int, values) -> Wait | None:
         """After a load that may be part of a polling loop: None for a value that is news."""
