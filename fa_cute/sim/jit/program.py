@@ -104,6 +104,9 @@ def supports(instr: Instr) -> bool:
     return True
 
 
+_WIDE = ("i64", "f64", "mem", "f32x2")  # operand kinds that are read 64 bits a lane
+
+
 class _Rows:
     """Where each operand lives in a warp's register file."""
 
@@ -115,7 +118,8 @@ class _Rows:
         self.sink = self._new(256)
         self.consts: dict[tuple[int, int], int] = {}  # (bits, width) -> offset
         self.specials: dict[str, int] = {}
-        self.shared: dict[int, int] = {}  # offset in shared memory -> row with the rank added
+        # (offset in shared memory, bits of a lane) -> row with the rank added
+        self.shared: dict[tuple[int, int], int] = {}
         self.lanes: dict[str, int] = {}
         self.preds = self._new(4 * (kernel.npred + 3))
         self.true = self.preds + 4 * kernel.npred
@@ -137,20 +141,20 @@ class _Rows:
             self.specials[name] = self._new(256)
         return self.specials[name]
 
-    def symbol(self, operand: Sym) -> int:
-        """A row with the value of a symbol."""
+    def symbol(self, operand: Sym, width: int) -> int:
+        """A row with the value of a symbol in each lane, 32 or 64 bits wide."""
         name = operand.name
         if name in self.kernel.param:
-            return self.const(self.kernel.param[name].offset + operand.offset, 64)
+            return self.const(self.kernel.param[name].offset + operand.offset, width)
         if name not in self.symbols:
             raise Unsupported(f"symbol {name}")
         value = self.symbols[name] + operand.offset
         var = self.kernel.shared.get(name)
         if var is None:
-            return self.const(value, 64)
-        if value not in self.shared:
-            self.shared[value] = self._new(256)
-        return self.shared[value]
+            return self.const(value, width)
+        if (value, width) not in self.shared:
+            self.shared[value, width] = self._new(4 * width)
+        return self.shared[value, width]
 
     def source(self, operand, kind: str) -> int:
         if isinstance(operand, Reg):
@@ -162,14 +166,13 @@ class _Rows:
         if isinstance(operand, Imm):
             if kind == "pred":
                 return self.true if operand.bits else self.false
-            wide = kind in ("i64", "f64", "mem", "f32x2")
-            return self.const(operand.bits, 64 if wide else 32)
+            return self.const(operand.bits, 64 if kind in _WIDE else 32)
         if isinstance(operand, Not):
             return self.preds + 4 * operand.reg.index + 1
         if isinstance(operand, Special):
             return self.special(operand.name)
         if isinstance(operand, Sym) and not operand.is_sink:
-            return self.symbol(operand)
+            return self.symbol(operand, 64 if kind in _WIDE else 32)
         raise Unsupported(f"operand {operand}")
 
     def destination(self, operand, kind: str) -> int:
@@ -340,8 +343,9 @@ class WarpState:
         local = np.zeros(32 * local_bytes + 16, np.uint8)
         ctx.local, ctx.local_size = local.ctypes.data + -local.ctypes.data % 16, local_bytes
         self._keep = [smem, shadows, params, extents, local]
-        for offset, at in self.program.rows.shared.items():
-            self.block[at : at + 256].view(np.uint64)[:] = offset + (rank << 24)
+        for (offset, width), at in self.program.rows.shared.items():
+            row = self.block[at : at + 4 * width]
+            row.view(np.uint64 if width == 64 else np.uint32)[:] = offset + (rank << 24)
 
     def start(self, mask: int = _ALL) -> None:
         ctx = self.ctx
