@@ -54,29 +54,44 @@ def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float6
     return O.transpose(1, 2), lse
 
 
-def times_ms(call, seconds: float = 0.15, warmup: int = 3, most: int = 60) -> list[float]:
-    """Durations of single launches by device events."""
-    for _ in range(warmup):
+def measure(call, seconds: float = 0.35) -> dict:
+    """Launches back to back for ``seconds``: median duration over the second half, when the power limit has
+    settled the clock, and the SM clock and power in the middle of it.
+    """
+    for _ in range(2):
         call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     start.record()
     call()
     end.record()
     torch.cuda.synchronize()
-    n = max(5, min(most, int(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
+    n = max(10, min(4000, int(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
     marks[0].record()
     for i in range(n):
         call()
         marks[i + 1].record()
+    marks[n * 3 // 4].synchronize()
+    state = sample()
     torch.cuda.synchronize()
-    return [marks[i].elapsed_time(marks[i + 1]) for i in range(n)]
+    ms = [marks[i].elapsed_time(marks[i + 1]) for i in range(n // 2, n)]
+    return {"ms": statistics.median(ms), **state}
 
 
-def median_ms(call, **kw) -> float:
-    """Median duration of one launch."""
-    return statistics.median(times_ms(call, **kw))
+def sample() -> dict:
+    """SM clock (MHz), power (W) and temperature of the GPU now."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        h = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        return {
+            "mhz": pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM),
+            "watt": round(pynvml.nvmlDeviceGetPowerUsage(h) / 1000),
+            "celsius": pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU),
+        }
+    except Exception:  # a missing or refusing NVML must not cost the measurement
+        return {"mhz": None, "watt": None, "celsius": None}
 
 
 @contextlib.contextmanager

@@ -46,33 +46,68 @@ def variant(d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", 
     }
 
 
-def first():
-    """Is it right, and where does it stand?"""
-    long, short = (4096, 16384), (1024, 4096, 16384)
+def shapes():
+    """Tiles, teams, turns and orders."""
+    long, short = (1024, 16384), (1024, 16384)
+    yield variant(64, teams=3, seqlens=long, early_pass=0)
     yield variant(64, teams=3, seqlens=long)
-    yield variant(64, teams=3, seqlens=long, take_turns=False)
-    for early in (0, 1, 3):
-        yield variant(64, teams=3, seqlens=long, early_pass=early, checks=False)
-    yield variant(64, teams=3, seqlens=long, scheduler="single")
-    yield variant(64, teams=2, seqlens=long, kv_stages=3)
-    yield variant(128, teams=2, seqlens=long)
-    yield variant(128, teams=2, seqlens=long, scheduler="single")
-    yield variant(128, teams=2, seqlens=long, take_turns=False, checks=False)
-    for early in (0, 1, 4):
-        yield variant(128, teams=2, seqlens=long, early_pass=early, checks=False)
-    yield variant(128, teams=2, tile_n=176, q_stages=1, scheduler="single", seqlens=long)
-    yield variant(128, teams=2, tile_n=160, q_stages=1, scheduler="single", seqlens=long)
-    yield variant(128, teams=3, tile_n=80, seqlens=long)
-    yield variant(256, teams=2, tile_n=80, q_stages=1, scheduler="single", seqlens=long)
-    for d, teams in ((64, 3), (64, 2), (128, 2)):
-        for scheduler in ("lpt", "lpt_persistent"):
-            yield variant(d, teams=teams, causal=True, scheduler=scheduler, seqlens=short)
-    yield variant(256, teams=2, tile_n=80, q_stages=1, causal=True, scheduler="lpt", seqlens=short)
-    yield variant(192, 128, teams=2, q_stages=1, causal=True, scheduler="lpt", seqlens=(4096,))
+    yield variant(64, teams=3, seqlens=long, take_turns=False, checks=False)
+    yield variant(64, teams=3, seqlens=long, scheduler="single", early_pass=0, checks=False)
+    yield variant(64, teams=3, seqlens=long, tile_n=112, early_pass=0, checks=False)
+    yield variant(64, teams=2, seqlens=long, tile_n=176, early_pass=0, checks=False)
+    yield variant(64, teams=2, seqlens=long, tile_n=224, early_pass=0, checks=False)
+    yield variant(128, teams=2, seqlens=long, early_pass=0)
+    yield variant(128, teams=2, seqlens=long, early_pass=2, checks=False)
+    wide = {"teams": 2, "q_stages": 1, "seqlens": long}
+    for n in (160, 176, 192):
+        yield variant(128, tile_n=n, scheduler="single", early_pass=0, **wide)
+    yield variant(128, tile_n=176, scheduler="single", early_pass=1, checks=False, **wide)
+    yield variant(128, tile_n=176, scheduler="single", take_turns=False, checks=False, **wide)
+    yield variant(128, tile_n=176, scheduler="lpt_persistent", early_pass=0, **wide)
+    yield variant(128, teams=3, tile_n=80, early_pass=0, seqlens=long)
+    yield variant(128, teams=3, tile_n=96, early_pass=0, seqlens=long, checks=False)
+    for early in (0, 2):
+        yield variant(256, tile_n=80, scheduler="single", early_pass=early, **wide)
+    yield variant(256, tile_n=80, scheduler="single", take_turns=False, checks=False, **wide)
+    for scheduler in ("lpt", "lpt_persistent"):
+        for d, teams, n in ((64, 3, 128), (64, 2, 128), (64, 2, 192), (128, 2, 128)):
+            yield variant(
+                d,
+                teams=teams,
+                tile_n=n,
+                causal=True,
+                scheduler=scheduler,
+                seqlens=short,
+                early_pass=0,
+            )
+    for n in (128, 176):
+        yield variant(
+            128,
+            teams=2,
+            tile_n=n,
+            q_stages=1,
+            causal=True,
+            scheduler="lpt",
+            early_pass=0,
+            seqlens=short,
+        )
+    yield variant(
+        256,
+        tile_n=80,
+        teams=2,
+        q_stages=1,
+        causal=True,
+        scheduler="lpt",
+        early_pass=0,
+        seqlens=short,
+    )
+    yield variant(
+        192, 128, teams=2, q_stages=1, causal=True, scheduler="lpt", early_pass=0, seqlens=(4096,)
+    )
     yield variant(72, 40, teams=2, causal=True, scheduler="lpt", dtype="fp16")
 
 
-SETS = {"first": first}
+SETS = {"shapes": shapes}
 
 
 def check(fn, spec, shape) -> dict:
@@ -155,18 +190,42 @@ def run_one(task: dict) -> dict:
             out = torch.empty(batch, sq, heads, spec.head_dim_v, device="cuda", dtype=dtype)
             lse = torch.empty(batch, heads, sq, device="cuda")
             scale = spec.head_dim**-0.5
-            ms = gpu.median_ms(lambda: fn(q, k, v, out, lse, scale))  # noqa: B023 (called at once)
+            got = gpu.measure(lambda: fn(q, k, v, out, lse, scale))  # noqa: B023 (called at once)
+            ms = got["ms"]
             rows = torch.randint(0, sq, (64,), device="cuda")
             want, _ = gpu.reference(
                 q[:1, :, :2], k[:1, :, :2], v[:1, :, :2], spec.causal, scale, rows, torch.float32
             )
             off = (out[:1, rows, :2].float() - want).abs().max().item()
             work = gpu.flops(batch, heads, sq, sk, spec.head_dim, spec.head_dim_v, spec.causal)
-            result["ms"][seqlen], result["tflops"][seqlen] = ms, work / ms / 1e9
+            result["timed"][seqlen], result["tflops"][seqlen] = got, work / ms / 1e9
             result["checked"].append(
                 {"shape": (batch, sq, sk, heads, heads_kv), "error": off, "ok": off < 0.02}
             )
     return result
+
+
+def profile(task: dict) -> None:
+    """Three launches of the first length of a variant."""
+    import torch
+
+    from fa_cute import arch, compile
+    from fa_cute.fwd.args import FwdSpec
+    from fa_cute.fwd.sm90.plan import FwdConfig
+
+    from . import gpu
+
+    spec = FwdSpec(**task["spec"])
+    fn = compile.build_forward(FwdConfig(**task["cfg"]), spec, arch.get("sm_90a"))
+    batch, sq, sk, heads, heads_kv = bench_shape(spec.head_dim, task["seqlens"][0])
+    q, k, v = gpu.inputs(
+        batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, torch.bfloat16
+    )
+    out = torch.empty(batch, sq, heads, spec.head_dim_v, device="cuda", dtype=torch.bfloat16)
+    lse = torch.empty(batch, heads, sq, device="cuda")
+    for _ in range(3):
+        fn(q, k, v, out, lse, spec.head_dim**-0.5)
+    torch.cuda.synchronize()
 
 
 def peers(task: dict) -> dict:
@@ -194,7 +253,7 @@ def peers(task: dict) -> dict:
 
         fa4()
         with gpu.gpu(60):
-            result["tflops"][seqlen] = [work / gpu.median_ms(f) / 1e9 for f in (fa4, cudnn)]
+            result["tflops"][seqlen] = [work / gpu.measure(f)["ms"] / 1e9 for f in (fa4, cudnn)]
     return result
 
 
@@ -202,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("set", choices=sorted(SETS), nargs="?")
     parser.add_argument("--one")
+    parser.add_argument("--profile", help="launch one variant a few times and end, for a profiler")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--peers", action="store_true")
@@ -209,6 +269,9 @@ def main() -> None:
     if options.one:
         task = json.loads(options.one)
         print(json.dumps(peers(task) if "peer" in task else run_one(task)))
+        return
+    if options.profile:
+        profile(json.loads(options.profile))
         return
     tasks = list(SETS[options.set]())
     if options.peers:
@@ -266,7 +329,8 @@ def summary(i: int, r: dict) -> str:
     cfg = {k: v for k, v in r["cfg"].items() if not k.startswith("head")}
     bad = [c for c in r.get("checked", []) if not c["ok"]]
     state = "FAILED " + r["failed"][-400:] if "failed" in r else (f"WRONG {bad}" if bad else "ok")
-    speed = {s: round(t) for s, t in r.get("tflops", {}).items()}
+    timed = r.get("timed", {})
+    speed = {s: f"{t:.0f}@{timed[s]['mhz']}" for s, t in r.get("tflops", {}).items()}
     return f"{i:2d} d{spec['head_dim']}/{spec['head_dim_v']} {'causal' if spec['causal'] else 'full'} {cfg} {speed} {state}"
 
 
