@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fa_cute import arch as _arch
-from fa_cute.errors import MisuseError, SimError
+from fa_cute.errors import MisuseError, OutOfBoundsError, SimError
 from fa_cute.sim import blas
 from fa_cute.sim import operands as ops
 from fa_cute.sim.handlers import Signal, Wait
@@ -254,6 +254,23 @@ class Machine:
         else:
             entry[2] += count
 
+    def explain(self, error: SimError, ctx) -> SimError:
+        """An engine's error, in the terms of the memory that was meant."""
+        if not isinstance(error, OutOfBoundsError):
+            return error
+        ins, addr = self.program.kernel.instrs[ctx.pc], ctx.error_addr
+        nbytes = access_bytes(ins)
+        what = "read" if ins.parts[0].startswith("ld") else "write"
+        if any(p.startswith("shared") for p in ins.parts) or addr >> 60 == 1:
+            size = self.program.static_smem + self.launch.dynamic_smem
+            return OutOfBoundsError(
+                f"{ins.where}: {ins.op}: {what} of {nbytes} bytes by lane {ctx.error_lane} at shared "
+                f"offset {(addr & ops.OFFSET_MASK) - ops.SMEM_START} is outside the {size} bytes that "
+                f"the launch has"
+            )
+        outside = self.memory.outside(addr, nbytes, ins, f"{what} by lane {ctx.error_lane}")
+        return outside if ins.parts[1] != "param" else error
+
     def wrote(self, warp: Warp) -> None:
         """Memory that others may poll has changed."""
         self.fresh_progress = True
@@ -400,6 +417,13 @@ class Spin(Wait):
     def __init__(self, warp: Warp):
         super().__init__(lambda: False, {"on": "polling"})
         self.warp = warp
+
+
+def access_bytes(ins) -> int:
+    """Bytes that one lane's load or store touches."""
+    count = next((int(p[1:]) for p in ins.parts if p in ("v2", "v4", "v8")), 1)
+    digits = "".join(c for c in ins.parts[-1] if c.isdigit())
+    return count * int(digits or 32) // 8
 
 
 def _triple(value) -> tuple[int, int, int]:

@@ -178,7 +178,7 @@ class Warp:
         if kind == BUDGET:
             self.machine.preempted(self)
             return True
-        raise self.core.error()
+        raise self.machine.explain(self.core.error(), self.core.ctx)
 
     def converge(self, mask: int, wanted: int, ins) -> Wait | None:
         """Wait for the other lanes of `wanted`, which are on other paths of this warp."""
