@@ -13,12 +13,32 @@ DTYPES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
+class Exp2Split:
+    """Which exponentials of a row are polynomials instead of work for the special function unit.
+
+    `emulated` of every `period` elements, from group `start` on; groups are 32 elements.  The last
+    group never takes it: the hand-over of P waits for it, and the unit's latency is the shorter
+    one.
+    """
+
+    period: int = 0  # elements; 0: none
+    emulated: int = 4
+    start: int = 0
+
+    def polynomial(self, i: int, count: int, group: int = 32) -> bool:
+        """Whether element `i` of `count` is computed by the polynomial (pairs stay together)."""
+        if self.period == 0 or not self.start <= i // group < count // group - 1:
+            return False
+        return (i % group) % self.period >= self.period - self.emulated
+
+
+@dataclass(frozen=True)
 class FwdSpec:
     """Static part of a forward problem.
 
-    Tensors are as the user holds them: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k,
-    heads_kv, head_dim or head_dim_v), out like q, lse (batch, heads, seqlen_q) fp32.  Lengths and strides
-    are dynamic.
+    Tensors are as the user holds them: q (batch, seqlen_q, heads, head_dim), k and v (batch,
+    seqlen_k, heads_kv, head_dim or head_dim_v), out like q, lse (batch, heads, seqlen_q) fp32.
+    Lengths and strides are dynamic.
     """
 
     dtype: str  # of q, k, v and out

@@ -10,17 +10,17 @@ from cutlass import Boolean, Float32, Int32
 
 from . import tmem
 
-CHUNK = 32  # columns of a row that one thread holds at a time
+CHUNK = 16  # columns of a row that one thread holds at a time
 PIECE_BYTES = 16  # what a swizzle moves as a whole, and one store writes
 
 
 @dataclass(frozen=True)
 class SwizzledRow:
-    """This thread's row of a swizzled K-major tile in shared memory, as addresses of 16-byte pieces.
+    """This thread's row of a swizzled K-major tile in shared memory, by 16-byte pieces.
 
-    A pattern row holds ``1 << bits`` pieces; piece j of row r lies at ``j ^ (r * row_bytes / 128)``.  The
-    pattern is anchored at the tile, so few distinct offsets serve all column groups and all tiles: the
-    generic swizzled pointer needs one register for each address.
+    A pattern row holds ``1 << bits`` pieces; piece j of row r lies at ``j ^ (r * row_bytes /
+    128)``.  The pattern is anchored at the tile, so few distinct offsets serve all column groups
+    and all tiles: the generic swizzled pointer needs one register for each address.
     """
 
     address: Int32  # of the row's first pattern row
@@ -35,7 +35,7 @@ class SwizzledRow:
 
 
 def swizzled_row(sO: cute.Tensor, layout, row) -> SwizzledRow:
-    """Row `row` of tile 0 of `sO`, whose composed layout is `layout` (columns in pattern-row groups)."""
+    """Row `row` of tile 0 of `sO`, whose composed layout is `layout`."""
     bits = layout.inner.num_bits
     row_bytes = PIECE_BYTES << bits
     key = ((row * row_bytes) >> 7) & ((1 << bits) - 1)
@@ -46,10 +46,8 @@ def swizzled_row(sO: cute.Tensor, layout, row) -> SwizzledRow:
 
 
 @cute.jit
-def scale_rows(
-    rows: cute.Tensor, thread, factor: Float32, chunk: cutlass.Constexpr = 16
-):
-    """Multiply this thread's row in tensor memory by `factor`, in place; the caller waits for the stores."""
+def scale_rows(rows: cute.Tensor, thread, factor: Float32, chunk: cutlass.Constexpr = 16):
+    """Multiply this thread's row in tensor memory by `factor`; the caller waits for the stores."""
     load, src = tmem.source(tmem.load_op(chunk), rows, thread)
     store, dst = tmem.target(tmem.store_op(chunk), rows, thread)
     coords = cute.make_identity_tensor(rows.shape)
@@ -73,7 +71,7 @@ def rows_to_smem(
     factor: Float32,
     has_keys: Boolean,
 ):
-    """Write ``factor * row`` of this thread `offset` bytes past `out`; zeros for a row without keys.
+    """Write ``factor * row`` of this thread `offset` bytes past `out`; without keys, zeros.
 
     A row without keys is set rather than multiplied by 0: its products may have met a NaN in V.
     """
@@ -88,12 +86,17 @@ def rows_to_smem(
             x, y = cute.arch.mul_packed_f32x2((row[j], row[j + 1]), (factor, factor))
             row[j] = cutlass.select_(has_keys, x, Float32(0.0))
             row[j + 1] = cutlass.select_(has_keys, y, Float32(0.0))
-        _store_chunk(cute.make_tensor(row.iterator, cute.make_layout(CHUNK)), out, offset, element, i)
+        _store_chunk(
+            cute.make_tensor(row.iterator, cute.make_layout(CHUNK)), out, offset, element, i
+        )
 
 
 @cute.jit
 def zeros_to_smem(
-    columns: cutlass.Constexpr, out: SwizzledRow, offset: cutlass.Constexpr, element: cutlass.Constexpr
+    columns: cutlass.Constexpr,
+    out: SwizzledRow,
+    offset: cutlass.Constexpr,
+    element: cutlass.Constexpr,
 ):
     """Write zeros to this thread's row, `offset` bytes past `out`."""
     row = cute.make_rmem_tensor((CHUNK,), Float32)

@@ -7,8 +7,6 @@ fraction, polynomial for the fraction, integer into the exponent field).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -19,25 +17,6 @@ from . import ptx
 POLY3 = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
 ROUND_DOWN = float(3 << 22)  # 1.5 * 2**23: adding it rounding down leaves floor(x) in the low bits
 SMALLEST = -127.0  # exponent field 0: an input of -inf becomes exactly +0
-
-
-@dataclass(frozen=True)
-class Exp2Split:
-    """Which elements of a row take the polynomial: `emulated` of every `period`, from group `start` on.
-
-    Groups are 32 elements.  The last group never takes it: the hand-over of P waits for that group, and
-    the special function unit's latency is the shorter one.
-    """
-
-    period: int = 0  # elements; 0: none
-    emulated: int = 4
-    start: int = 0
-
-    def polynomial(self, i: int, count: int, group: int = 32) -> bool:
-        """Whether element `i` of `count` is computed by the polynomial (pairs stay together)."""
-        if self.period == 0 or not self.start <= i // group < count // group - 1:
-            return False
-        return (i % group) % self.period >= self.period - self.emulated
 
 
 def exp2_pair(x, y):
@@ -53,8 +32,10 @@ def exp2_pair(x, y):
 
 
 @cute.jit
-def exp2_group(x: cute.Tensor, split: cutlass.Constexpr, first: cutlass.Constexpr, count: cutlass.Constexpr):
-    """Replace elements ``first .. first + 32`` of the `count` registers in `x` by their exponentials."""
+def exp2_group(
+    x: cute.Tensor, split: cutlass.Constexpr, first: cutlass.Constexpr, count: cutlass.Constexpr
+):
+    """Replace registers ``[first, first + 32)`` of the `count` in `x` by their exponentials."""
     for i in cutlass.range_constexpr(first, first + 32, 2):
         if const_expr(split.polynomial(i, count)):
             x[i], x[i + 1] = exp2_pair(x[i], x[i + 1])

@@ -4,13 +4,14 @@ An edge has `stages` slots, and an end walks them in one of three ways:
 
 * ring: slot after slot, the index is a run-time value (``make_producer``, ``make_consumer``);
 * round: slot after slot in unrolled code, the index is a Python int, only the phase is carried
-  (``round_producer``, ``round_consumer``); every loop body and branch must advance it by whole rounds;
+  (``round_producer``, ``round_consumer``); every loop body and branch must advance it by whole
+  rounds;
 * lane: one team of the role owns one slot and stays there (``lane_producer``, ``lane_consumer``).
 
 A one-way edge has no state on the producer's side: ``signal(slot)``.
 
-Arrival counts come from the plan; asynchronous sides arrive once per warp, by one elected lane, after
-the warp has met.
+Arrival counts come from the plan; asynchronous sides arrive once per warp, by one elected lane,
+after the warp has met.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ TMEM = (Via.UMMA_ASYNC, Via.ASYNC_UMMA)  # edges that hand over tensor memory
 
 class LaneState:
     """Position of an end that stays on one slot: only the phase changes."""
+
+    stages = 1
 
     def __init__(self, index, phase):
         self._index, self._phase = index, phase
@@ -68,7 +71,7 @@ class RoundState:
     """Position of an end in unrolled code that visits every slot once per loop iteration."""
 
     def __init__(self, stages, phase, index=0):
-        self._stages, self._phase, self._index = stages, phase, index
+        self.stages, self._phase, self._index = stages, phase, index
 
     @property
     def index(self):
@@ -79,17 +82,17 @@ class RoundState:
         return self._phase
 
     def clone(self, *, loc=None, ip=None) -> RoundState:
-        return RoundState(self._stages, self._phase, self._index)
+        return RoundState(self.stages, self._phase, self._index)
 
     def advance(self, count=1, *, loc=None, ip=None) -> None:
         self._index += 1
-        if self._index == self._stages:
+        if self._index == self.stages:
             self._index, self._phase = 0, self._phase ^ 1
 
     def _check_whole_round(self) -> None:
         if self._index:
             raise PlanError(
-                f"a round end crosses a loop or branch edge at slot {self._index} of {self._stages}; "
+                f"a round end leaves a region at slot {self._index} of {self.stages}; "
                 "advance it by whole rounds inside every dynamic region"
             )
 
@@ -101,7 +104,7 @@ class RoundState:
         return [self._phase.ir_value()]
 
     def __new_from_mlir_values__(self, values) -> RoundState:
-        return RoundState(self._stages, Int32(values[0]))
+        return RoundState(self.stages, Int32(values[0]))
 
 
 @dsl_user_op
@@ -141,11 +144,11 @@ class EdgePipe(pipeline.PipelineAsync):
 
     @dsl_user_op
     def producer_tail(self, state, *, loc=None, ip=None) -> None:
-        """Wait until what was committed last is free again, so that nobody arrives after we exit."""
-        slots = 1 if isinstance(state, LaneState) else self.num_stages
-        for _ in range(slots - 1):
-            state.advance(loc=loc, ip=ip)
-        self.producer_acquire(state, loc=loc, ip=ip)
+        """Wait until every slot of this end is free again, so that nobody arrives after we exit."""
+        at = state.clone()
+        for _ in range(at.stages):
+            self.sync_object_empty.wait(at.index, at.phase, loc=loc, ip=ip)
+            at.advance(loc=loc, ip=ip)
 
     @dsl_user_op
     def consumer_wait(self, state, try_wait_token=None, *, loc=None, ip=None) -> None:
@@ -163,7 +166,7 @@ class EdgePipe(pipeline.PipelineAsync):
         self.producer_commit(LaneState(slot, None))
 
     def release_slot(self, slot) -> None:
-        """Release `slot`, which a round consumer has waited for: only the barrier's address is needed."""
+        """Release `slot`, which a round consumer has waited for: only its address is needed."""
         self.consumer_release(LaneState(slot, None))
 
     def round_producer(self) -> pipeline.PipelineProducer:
@@ -214,8 +217,7 @@ def build(topology, warps, smem) -> SimpleNamespace:
 def barriers(topology, warps) -> SimpleNamespace:
     """The named barriers of a plan, by name; ids are the plan's."""
     named = {
-        b.name: pipeline.NamedBarrier(topology.barrier_id(b.name), topology.barrier_threads(b, warps))
+        b.name: pipeline.NamedBarrier(topology.barrier_id(b.name), b.num_threads(warps))
         for b in topology.barriers
     }
     return SimpleNamespace(**named)
-

@@ -1,8 +1,8 @@
 """Instructions the DSL has no word for: one typed function each, and nothing else.
 
-Every function is a single PTX statement (or two that form one idiom), keeps the operand order of the
-PTX ISA, and has a test of its own.  Pure functions have no side effects, so the compiler may schedule
-and merge them; fences are volatile.
+Every function is a single PTX statement (or two that form one idiom), keeps the operand order of
+the PTX ISA, and has a test of its own.  Pure functions have no side effects, so the compiler may
+schedule and merge them; fences are volatile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def max3(a, b, c, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def ex2_ftz(x, *, loc=None, ip=None) -> Float32:
-    """``2 ** x`` on the special function unit, at most 2 ulp off; subnormals are 0, ``-inf`` gives 0."""
+    """``2 ** x`` on the special function unit, at most 2 ulp off; subnormals become 0."""
     return Float32(
         _asm(T.f32(), [_f32(x, loc, ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
     )
@@ -64,10 +64,10 @@ def lg2_ftz(x, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def add_exponent(fraction, exponent_bits, *, loc=None, ip=None) -> Float32:
-    """``fraction * 2 ** n`` for a normal result, ``n`` being the low bits of the float ``exponent_bits``.
+    """``fraction * 2 ** n`` for a normal result; ``n`` is in the low bits of ``exponent_bits``.
 
-    ``exponent_bits`` is ``1.5 * 2**23 + n``: shifted left by 23 its low bits fall on the exponent field
-    and everything above is lost.  ptxas makes one LEA of the pair.
+    ``exponent_bits`` is ``1.5 * 2**23 + n``: shifted left by 23 its low bits fall on the exponent
+    field and everything above is lost.  ptxas makes one LEA of the pair.
     """
     return Float32(
         _asm(

@@ -1,7 +1,7 @@
 """Online softmax of one row held by one thread: maximum, scaling, sum, and the final statistics.
 
-Scores are kept as they leave the tensor core; the factor to log2 units is folded into the subtraction
-of the maximum, ``exp2(score * scale_log2 - maximum * scale_log2)``.
+Scores are kept as they leave the tensor core; the factor to log2 units is folded into the
+subtraction of the maximum, ``exp2(score * scale_log2 - maximum * scale_log2)``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from . import ptx
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# A factor of exactly 0 would make 0 * -inf = NaN of a masked score; this one leaves finite scores 0.
+# A factor of exactly 0 would make 0 * -inf = NaN of a masked score; this one leaves finite scores
+# 0.
 MIN_SCALE_LOG2 = 2.0**-120
 
 
 def scale_log2_of(softmax_scale) -> Float32:
-    """Magnitude of the factor on a score in log2 units; the sign is the matrix product's business."""
+    """Magnitude of a score's factor in log2 units; the sign is the matrix product's business."""
     # Host code: the device's fmax does not exist here.
     magnitude = cutlass.max(softmax_scale, -softmax_scale) * Float32(LOG2_E)
     return cutlass.max(magnitude, Float32(MIN_SCALE_LOG2))
@@ -39,7 +40,7 @@ def row_max(x: cute.Tensor, init) -> Float32:
 
 @cute.jit
 def row_sum(x: cute.Tensor, init) -> Float32:
-    """`init` plus all registers of `x`, in four independent chains of pairs; always in one order."""
+    """`init` plus all registers of `x`, in four independent chains of pairs, in a fixed order."""
     total = [(x[2 * i], x[2 * i + 1]) for i in range(4)]
     total[0] = cute.arch.add_packed_f32x2(total[0], (init, Float32(0.0)))
     for i in cutlass.range_constexpr(4, cute.size(x.shape) // 2):
@@ -67,10 +68,11 @@ def finite_max(maximum: Float32) -> Float32:
 
 @cute.jit
 def grow_max(old: Float32, new: Float32, scale_log2: Float32, threshold_log2: cutlass.Constexpr):
-    """``(maximum to use, factor for what was summed so far)`` when the row's maximum is `new` >= `old`.
+    """(maximum to use, factor for what was summed so far) when the row's maximum grows to `new`.
 
-    Within the threshold the old maximum stays: exponentials then reach at most ``2**threshold``, and
-    nothing summed so far has to change.  Sum and maximum stay consistent, so the result is exact.
+    Within the threshold the old maximum stays: exponentials then reach at most ``2**threshold``,
+    and nothing summed so far has to change.  Sum and maximum stay consistent, so the result is
+    exact.
     """
     shift = (old - finite_max(new)) * scale_log2  # <= 0
     keep = shift >= -threshold_log2

@@ -1,7 +1,7 @@
 """Tensor memory: allocation, and moving whole rows between it and registers.
 
-A row of an accumulator is one lane; a warpgroup sees all 128, thread i has lane i.  Rows move with the
-32x32b instructions: register j of a thread is column j.
+A row of an accumulator is one lane; a warpgroup sees all 128, thread i has lane i.  Rows move with
+the 32x32b instructions: register j of a thread is column j.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TmemMap:
             )
 
     def rows(self, first: str, second: str | None = None, index=0) -> cute.Tensor:
-        """Region `first` as (lane, column) fp32; with `second`, the one of the two that `index` says."""
+        """Region `first` as (lane, column) fp32; with `second`, `index` chooses one of the two."""
         region = self.plan[first]
         step = self.plan[second].start - region.start if second else 0
         layout = cute.make_layout((128, region.cols), stride=(1 << 16, 1))

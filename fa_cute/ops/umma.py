@@ -1,8 +1,8 @@
 """Matrix products on the fifth-generation tensor core (tcgen05.mma), operands in SMEM or TMEM.
 
 The DSL's `cute.gemm` elects a thread and rebuilds two 64-bit descriptors for every K step, and the
-compiler keeps them all in registers.  Here one product is one block of PTX: the descriptors' constant
-halves are immediates, a K step adds an immediate to the variable half.
+compiler keeps them all in registers.  Here one product is one block of PTX: the descriptors'
+constant halves are immediates, a K step adds an immediate to the variable half.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.utils import blackwell_helpers
 
-# PTX ISA, shared-memory matrix descriptor: swizzle code in bits 61-63 by the log2 of 16-byte pieces in
-# the pattern's row, and the constant 1 in bits 46-48.
+# PTX ISA, shared-memory matrix descriptor: swizzle code in bits 61-63 by the log2 of 16-byte pieces
+# in the pattern's row, and the constant 1 in bits 46-48.
 SWIZZLE_CODE = {0: 0, 1: 6, 2: 4, 3: 2}
 VERSION_HI = 1 << 14
 # PTX ISA, instruction descriptor for kind::f16.
@@ -83,7 +83,9 @@ def smem_operand(sX: cute.Tensor, fragment: cute.Tensor, layout) -> SmemOperand:
     """
     (mn, _), *_ = layout.outer.shape
     (mn_stride, k_stride), *_ = layout.outer.stride
-    if isinstance(mn, tuple):  # MN-major: 64 (or fewer) contiguous elements, then the next such column
+    if isinstance(
+        mn, tuple
+    ):  # MN-major: 64 (or fewer) contiguous elements, then the next such column
         sbo, lbo = 8 * k_stride, mn_stride[1]
     elif mn_stride == 1:  # MN-major, one column
         sbo, lbo = 8 * k_stride, 0
@@ -98,69 +100,66 @@ def smem_operand(sX: cute.Tensor, fragment: cute.Tensor, layout) -> SmemOperand:
     return SmemOperand(start | (lbo_field << 16), hi, steps, fragment.layout.stride[-1])
 
 
-def _issue(a: str, a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
-    """PTX of one product; `a` and `b` are the text of the variable halves, $4 whether step 0 adds.
+def _issue(a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
+    """PTX of one product.  $0 D, $1 A, $2 B, $3 instruction descriptor, $4 whether step 0 adds.
 
-    Operands of the block: $1 D, $2 B, $3 instruction descriptor, $4 whether step 0 adds.
+    The elected lane's number shifted out is 0, which the compiler does not know: otherwise it would
+    keep the descriptors of all K steps for the next product with the same operand, more than the
+    warp's registers.
     """
     lines = [
         ".reg .pred leader, adds;",
-        ".reg .b32 lo, a_hi, b_hi;",
+        ".reg .b32 zero, a_lo, b_lo, lo, a_hi, b_hi;",
         ".reg .b64 a, b;",
-        "elect.sync _|leader, -1;",
-        "setp.ne.b32 adds, $4, 0;",
+        "elect.sync zero|leader, -1;",
+        "shr.u32 zero, zero, 5;",
+        "add.s32 b_lo, $2, zero;",
         f"mov.b32 b_hi, {b_hi:#x};",
+        "setp.ne.b32 adds, $4, 0;",
     ]
     if a_hi is not None:
-        lines.append(f"mov.b32 a_hi, {a_hi:#x};")
+        lines += ["add.s32 a_lo, $1, zero;", f"mov.b32 a_hi, {a_hi:#x};"]
     for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
-        a_operand = f"[{a} + {a_step}]"
+        a_operand = f"[$1 + {a_step}]"
         if a_hi is not None:
-            lines += [f"add.s32 lo, {a}, {a_step};", "mov.b64 a, {lo, a_hi};"]
+            lines += [f"add.s32 lo, a_lo, {a_step};", "mov.b64 a, {lo, a_hi};"]
             a_operand = "a"
-        lines += [f"add.s32 lo, $2, {b_step};", "mov.b64 b, {lo, b_hi};"]
+        lines += [f"add.s32 lo, b_lo, {b_step};", "mov.b64 b, {lo, b_hi};"]
         adds = "adds" if i == 0 and not first_adds else "1"
         lines.append(
-            f"@leader tcgen05.mma.cta_group::1.kind::f16 [$1], {a_operand}, b, $3, {adds};"
+            f"@leader tcgen05.mma.cta_group::1.kind::f16 [$0], {a_operand}, b, $3, {adds};"
         )
-    return "\n".join(lines)
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
 @dsl_user_op
-def _product(text: str, d, b, idesc, adds, a, *, loc=None, ip=None) -> Int32:
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (d, b, idesc, adds, a)]
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            operands,
-            "{\n" + text + "\n}",
-            "=r,r,r,r,r,0",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
+def _product(text: str, d, a, b, idesc, adds, *, loc=None, ip=None) -> None:
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (d, a, b, idesc, adds)]
+    llvm.inline_asm(
+        None,
+        operands,
+        text,
+        "r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
     )
 
 
-def product_ss(d, a: SmemOperand, a_lo, b: SmemOperand, b_slot, idesc, a_move: int = 0) -> Int32:
-    """Whole warp: issue ``D = A B^T`` from SMEM, all K steps; the caller commits.
-
-    `a_lo` is the variable half of A's descriptor; returns it moved by `a_move`.  A loop that carries
-    the result keeps one register of A: were the value known to be invariant, the compiler would keep
-    the descriptors of all K steps, more than the warp's registers.
-    """
-    text = _issue("$0", a.hi, a.k_steps, b.hi, b.k_steps, False)
-    text += f"\nadd.s32 $0, $0, {a_move};"
-    return _product(text, d, b.at(b_slot), idesc, 0, a_lo)
+def product_ss(d, a: SmemOperand, a_slot, b: SmemOperand, b_slot, idesc) -> None:
+    """Whole warp: issue ``D = A B^T`` from SMEM, all K steps; the caller commits."""
+    text = _issue(a.hi, a.k_steps, b.hi, b.k_steps, False)
+    _product(text, d, a.at(a_slot), b.at(b_slot), idesc, 0)
 
 
 def product_ts(d, a, b: SmemOperand, b_slot, idesc, adds, k_start: int, k_stop: int) -> None:
     """Whole warp: issue ``D (+)= A B`` for K steps ``[k_start, k_stop)``, A in TMEM at column `a`.
 
-    `adds` (0 or 1) is about K step 0; later steps always add.  A step takes 8 columns of a 16-bit A.
+    `adds` (0 or 1) is about K step 0; later steps always add.  A step takes 8 columns of a 16-bit
+    A.
     """
     columns = range(8 * k_start, 8 * k_stop, 8)
-    text = _issue("$0", None, columns, b.hi, b.k_steps[k_start:k_stop], k_start > 0)
-    _product(text, d, b.at(b_slot), idesc, adds, a)
+    text = _issue(None, columns, b.hi, b.k_steps[k_start:k_stop], k_start > 0)
+    _product(text, d, a, b.at(b_slot), idesc, adds)

@@ -17,11 +17,11 @@ from .plan import Q_TILES
 
 @dataclass(frozen=True)
 class Correction:
-    """Four warps, a thread owns a row of both tiles.  Waits softmax_stats and mma_o; feeds softmax_p
-    ("O t may be accumulated into") and correction_o.
+    """Four warps, a thread owns a row of both tiles.  Waits softmax_stats and mma_o; feeds
+    softmax_p ("O t may be accumulated into") and correction_o.
 
-    O t may be rescaled as soon as the factor of block i is there: softmax t had waited for S t of block
-    i, whose commit also covers the P V of block i - 1.
+    O t may be rescaled as soon as the factor of block i is there: softmax t had waited for S t of
+    block i, whose commit also covers the P V of block i - 1.
     """
 
     @cute.jit
@@ -43,7 +43,7 @@ class Correction:
         while tile.valid:
             blocks = cx.kv_blocks(tile)
             visited = blocks.hi > blocks.lo
-            for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
+            for _ in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                 for t in cutlass.range_constexpr(Q_TILES):
                     stat = stats.wait_and_advance()
                     factor = cx.smem.sStats[thread, 0, t]

@@ -34,6 +34,7 @@ class KernelArgs:
     negate: Boolean  # its sign: applied to Q by the tensor core
     seqlen_q: Int32
     seqlen_k: Int32
+    qhead_per_kvhead: Int32
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class FwdCtx:
 
     def _blocks(self, m_block, rows: int) -> mask.Blocks:
         a = self.args
-        return mask.kv_blocks(self.spec.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k)
+        return mask.kv_blocks(
+            self.spec.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k
+        )
 
     def head_kv(self, tile: Tile):
         """The kv head that the query head of `tile` reads."""
-        return tile.head // self.spec.qhead_per_kvhead
+        return tile.head // self.args.qhead_per_kvhead

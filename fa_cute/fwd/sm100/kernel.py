@@ -50,8 +50,8 @@ class FwdSm100:
         softmax_scale: Float32,
         stream: Any,
     ):
-        """q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_kv, d), out like q, lse (batch,
-        heads, seqlen_q) fp32; any strides with unit last dimension and 16-byte rows.
+        """q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_kv, d), out like q,
+        lse (batch, heads, seqlen_q) fp32; any strides with unit last dimension and 16-byte rows.
         """
         c, element = self.cfg, self.spec.element
         qk = umma.mma_ss(element, (c.tile_m, c.tile_n))
@@ -67,7 +67,7 @@ class FwdSm100:
             ),
         }
         seqlen_q, heads, batch = mQ.shape[1], mQ.shape[2], mQ.shape[0]
-        seqlen_k = mK.shape[1]
+        seqlen_k, qhead_per_kvhead = mK.shape[1], mQ.shape[2] // mK.shape[2]
         mQ, mK, mO = _modes(mQ, 1, 3, 2, 0), _modes(mK, 1, 3, 2, 0), _modes(mO, 1, 3, 2, 0)
         mV = _modes(mV, 3, 1, 2, 0)
 
@@ -84,7 +84,7 @@ class FwdSm100:
             sched.TileSpace(ceil_div(seqlen_q, Q_TILES * c.tile_m), heads, batch),
             seqlen_k=seqlen_k,
             kv_bytes_per_row=self.spec.kv_bytes_per_row,
-            qhead_per_kvhead=self.spec.qhead_per_kvhead,
+            qhead_per_kvhead=qhead_per_kvhead,
         )
         args = KernelArgs(
             tma_q,
@@ -103,6 +103,7 @@ class FwdSm100:
             softmax_scale < 0.0,
             seqlen_q,
             seqlen_k,
+            qhead_per_kvhead,
         )
         self.kernel(args, layouts["sQ"], layouts["sK"], layouts["sV"], layouts["sO"]).launch(
             grid=order.grid(c.sms),
@@ -170,5 +171,3 @@ class FwdSm100:
 def _modes(t: cute.Tensor, *order: int) -> cute.Tensor:
     """The same tensor with its modes in another order."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=list(order)))
-
-

@@ -53,7 +53,9 @@ class Load:
                 for t in cutlass.range_constexpr(Q_TILES):
                     q_free = q.acquire_and_advance()
                     m_block = tile.m_block * Q_TILES + t
-                    cute.copy(a.tma_q, tQgQ[None, m_block], tQsQ[None, t], tma_bar_ptr=q_free.barrier)
+                    cute.copy(
+                        a.tma_q, tQgQ[None, m_block], tQsQ[None, t], tma_bar_ptr=q_free.barrier
+                    )
                     if cutlass.const_expr(t == 0):
                         k_free = kv.acquire_and_advance()
                         cute.copy(
@@ -64,7 +66,10 @@ class Load:
                         )
                 v_free = kv.acquire_and_advance()
                 cute.copy(
-                    a.tma_v, tVgV[None, n_block], tVsV[None, v_free.index], tma_bar_ptr=v_free.barrier
+                    a.tma_v,
+                    tVgV[None, n_block],
+                    tVsV[None, v_free.index],
+                    tma_bar_ptr=v_free.barrier,
                 )
                 for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                     n = n_block - 1 - i

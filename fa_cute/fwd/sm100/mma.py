@@ -31,14 +31,10 @@ class Mma:
         opQ = umma.smem_operand(sQ, qk.make_fragment_A(sQ), lay["sQ"])  # slot: query tile
         opK = umma.smem_operand(sK, qk.make_fragment_B(sK), lay["sK"])  # slot: of the ring
         opV = umma.smem_operand(sV, pv.make_fragment_B(sV), lay["sV"])
-        S, P, O = (
-            tuple(c.tmem[f"{name}{t}"].start for t in range(Q_TILES)) for name in "SPO"
-        )
+        S, P, O = (tuple(c.tmem[f"{name}{t}"].start for t in range(Q_TILES)) for name in "SPO")
         idesc_qk = umma.instruction_descriptor(element, c.tile_m, c.tile_n)
         idesc_qk = idesc_qk + Int32(cx.args.negate) * umma.NEGATE_A
         idesc_pv = umma.instruction_descriptor(element, c.tile_m, c.head_dim_v, b_mn_major=True)
-        q_lo = opQ.at(0)  # of the query tile whose turn it is
-        move = (opQ.slot_step, -opQ.slot_step)
         head, steps = c.p_head // 16, c.tile_n // 16  # one instruction takes 16 keys
 
         q, kv = cx.pipes.load_q.round_consumer(), cx.pipes.load_kv.make_consumer()
@@ -53,7 +49,7 @@ class Mma:
                 k_first = kv.wait_and_advance()
                 for t in cutlass.range_constexpr(Q_TILES):
                     q.wait_and_advance()
-                    q_lo = umma.product_ss(S[t], opQ, q_lo, opK, k_first.index, idesc_qk, move[t])
+                    umma.product_ss(S[t], opQ, t, opK, k_first.index, idesc_qk)
                     mma_s.signal(t)
                 k_first.release()
                 for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
@@ -69,7 +65,7 @@ class Mma:
                         if const_expr(t == Q_TILES - 1):
                             v_full.release()
                         # In order behind the product that reads P t, which lies over S t.
-                        q_lo = umma.product_ss(S[t], opQ, q_lo, opK, k_full.index, idesc_qk, move[t])
+                        umma.product_ss(S[t], opQ, t, opK, k_full.index, idesc_qk)
                         mma_s.signal(t)
                     k_full.release()
                 for t in cutlass.range_constexpr(Q_TILES):

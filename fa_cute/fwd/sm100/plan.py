@@ -1,4 +1,4 @@
-"""The map of the SM100 forward kernel: who does what, who waits for whom, and where everything lies.
+"""The map of the SM100 forward kernel: who does what, who waits for whom, where everything lies.
 
 A CTA computes two query tiles (t = 0, 1) of `tile_m` rows against one stream of KV blocks, from the
 last block to the first.
@@ -28,11 +28,9 @@ SMEM: stats, Q (two tiles), the KV ring (K and V blocks in turn), O (two tiles);
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from ... import arch as archs
 from ...errors import PlanError
-from ...ops.exp2 import Exp2Split
 from ...plan import (
     Arrive,
     Barrier,
@@ -47,7 +45,7 @@ from ...plan import (
     WarpPlan,
     verify,
 )
-from ..args import ELEMENT_BYTES
+from ..args import ELEMENT_BYTES, Exp2Split
 
 WARPS = Arrive.WARPS
 FP32_BYTES = 4
@@ -55,6 +53,7 @@ FP32_BYTES = 4
 RESERVED_BYTES = 1024
 SM_REGISTERS = 65536
 Q_TILES = 2
+ALL_ON_SFU = Exp2Split()
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class FwdConfig:
     kv_stages: int | None = None  # None: as many as fit
     softmax_regs: int = 192
     correction_regs: int = 80
-    exp2: Exp2Split = Exp2Split()
+    exp2: Exp2Split = ALL_ON_SFU
     p_head: int = 96  # keys of P that are handed over before the rest
     rescale_log2: float = 8.0  # O is rescaled only when a row maximum grows by more (log2 units)
     scheduler: str = "persistent"
@@ -105,7 +104,6 @@ class FwdConfig:
         return min(left // 8 * 8, 128)
 
     @property
-    @cache
     def warps(self) -> WarpPlan:
         """Sixteen warps; softmax is two warpgroups, one per query tile."""
         other = self.other_regs
@@ -122,7 +120,6 @@ class FwdConfig:
         )
 
     @property
-    @cache
     def topology(self) -> Topology:
         """The graph of the module's docstring."""
         q, two = Q_TILES, {"stages": Q_TILES}
@@ -178,7 +175,6 @@ class FwdConfig:
         )
 
     @property
-    @cache
     def tmem(self) -> TmemPlan:
         """S and O of both tiles; P over S."""
         half = self.tile_n // 2  # a 16-bit P takes half the columns of a 32-bit S
@@ -218,7 +214,6 @@ class FwdConfig:
         )
 
     @property
-    @cache
     def smem(self) -> SmemPlan:
         """Byte map; every operand starts on a swizzle pattern."""
         stats, q, o = self._fixed.fields

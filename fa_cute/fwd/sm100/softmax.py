@@ -26,8 +26,8 @@ class Row:
 class Softmax:
     """Two teams of four warps.  Waits mma_s; feeds softmax_p, softmax_p_tail, softmax_stats.
 
-    Per KV block: read a row of S, find its maximum, publish the factor for O, replace S by P, and only
-    then add the row up.  `Row` statistics stay in registers until the last block.
+    Per KV block: read a row of S, find its maximum, publish the factor for O, replace S by P, and
+    only then add the row up.  `Row` statistics stay in registers until the last block.
     """
 
     @cute.jit
@@ -62,7 +62,13 @@ class Softmax:
                         )
                 for i in cutlass.range(first_full - blocks.lo, unroll=1):
                     s, stats, maximum, total = self.block(
-                        cx, row, (tS, tP), first_full - 1 - i, (s, stats, maximum, total), False, False
+                        cx,
+                        row,
+                        (tS, tP),
+                        first_full - 1 - i,
+                        (s, stats, maximum, total),
+                        False,
+                        False,
                     )
                 stats_free = stats.acquire_and_advance()  # correction read the last factor
                 sStats[0] = total
@@ -101,7 +107,9 @@ class Softmax:
         if const_expr(first):
             maximum = new
         else:
-            maximum, factor = softmax.grow_max(maximum, new, cx.args.scale_log2, cx.cfg.rescale_log2)
+            maximum, factor = softmax.grow_max(
+                maximum, new, cx.args.scale_log2, cx.cfg.rescale_log2
+            )
             stats_free = stats.acquire_and_advance()  # correction read the factor before
             sStats = cx.smem.sStats[row.thread, None, row.t]
             sStats[0] = factor
@@ -109,7 +117,9 @@ class Softmax:
         softmax.subtract_max(x, cx.args.scale_log2, softmax.finite_max(maximum))
 
         p_r2t, packed = tmem.row_registers(store.partition_S, tP)  # P, two elements in a register
-        p = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=cx.spec.element), cute.make_layout(n))
+        p = cute.make_tensor(
+            cute.recast_ptr(packed.iterator, dtype=cx.spec.element), cute.make_layout(n)
+        )
         for g in cutlass.range_constexpr(n // 32):
             exp2.exp2_group(x, cx.cfg.exp2, g * 32, n)
             group = cute.local_tile(x, (32,), (g,))
@@ -129,7 +139,7 @@ class Softmax:
 
 @cute.jit
 def mask_above(x: cute.Tensor, limit: Int32):
-    """Set the registers of `x` from index `limit` on to -inf, through one bit mask per 32 registers."""
+    """Set the registers of `x` from index `limit` on to -inf, by one bit mask per 32 registers."""
     for w in cutlass.range_constexpr(cute.size(x.shape) // 32):
         keep = ptx.bits_below(cutlass.max(limit - w * 32, 0))
         for j in cutlass.range_constexpr(32):
