@@ -97,7 +97,7 @@ def _stochastic(x: Val, noise: Val, name: str, form: Form) -> Val:
     drop = 16 if name == "bf16" else 13
     bits = x.bits("i32")
     finite = (bits & 0x7FFFFFFF).cmp("ult", 0x7F800000)
-    bits = finite.select(bits + (noise & ((1 << drop) - 1)), bits)
+    bits = finite.select((bits + (noise & ((1 << drop) - 1))) & -(1 << drop), bits)
     return pack_half(bits.bits("f32"), name, Form((*form.parts, "rz"), 0))
 
 
@@ -110,7 +110,10 @@ def _pack(form: Form, name: str) -> Spec:
         a, b = f.args(1, 2)
         if noisy:
             noise = f.arg(3)
-            high, low = _stochastic(a, noise.lshr(16), name, form), _stochastic(b, noise, name, form)
+            high, low = (
+                _stochastic(a, noise.lshr(16), name, form),
+                _stochastic(b, noise, name, form),
+            )
         else:
             high, low = pack_half(a, name, form), pack_half(b, name, form)
         f.out(0, high.shl(16) | low)
@@ -233,7 +236,9 @@ def _to_tf32(form: Form) -> Spec:
 
 def _int_range(name: str) -> tuple[int, int]:
     width = int(name[1:])
-    return (-(1 << (width - 1)), (1 << (width - 1)) - 1) if name[0] == "s" else (0, (1 << width) - 1)
+    return (
+        (-(1 << (width - 1)), (1 << (width - 1)) - 1) if name[0] == "s" else (0, (1 << width) - 1)
+    )
 
 
 def _container(form: Form, dest: str) -> str:
@@ -354,5 +359,3 @@ def _float_to_float(form: Form, x: Val, dest: str) -> Val:
     if form.has("ftz") and dest == "f32":
         result = math.flush(result)
     return result
-
-

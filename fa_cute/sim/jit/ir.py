@@ -233,7 +233,9 @@ class Fn:
 
     def load(self, pointer: Val, ty: str, align: int = 0) -> Val:
         align = align or max(1, WIDTHS.get(ty, 64) // 8)
-        return self.emit(f"llvm.load {pointer.name} {{alignment = {align} : i64}} : {PTR} -> {ty}", ty)
+        return self.emit(
+            f"llvm.load {pointer.name} {{alignment = {align} : i64}} : {PTR} -> {ty}", ty
+        )
 
     def store(self, value: Val, pointer: Val, align: int = 0) -> None:
         align = align or max(1, WIDTHS.get(value.ty, 64) // 8)

@@ -122,7 +122,9 @@ def to_f16(x: Val, mode: str = "rn") -> Val:
     half = x.cast("fptrunc", "f16")
     bits = half.bits("i16")
     if mode == "rz":
-        bits = half.cast("fpext", "f32").call("fabs").cmp("ogt", x.call("fabs")).select(bits - 1, bits)
+        bits = (
+            half.cast("fpext", "f32").call("fabs").cmp("ogt", x.call("fabs")).select(bits - 1, bits)
+        )
     return x.isnan().select(0x7FFF, bits.int("i32"))
 
 
@@ -240,7 +242,9 @@ def _sin_cos(f: Fn, x: Val, shift: int) -> Val:
     r = whole.call("fma", -6.123233995736766e-17, r)
     square = r * r
     sine = r * _horner(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880, -1 / 39916800))
-    cosine = _horner(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600))
+    cosine = _horner(
+        square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600)
+    )
     quadrant = turned.bits("i64") + shift
     result = (quadrant & 1).ne(0).select(cosine, sine)
     result = (quadrant & 2).ne(0).select(-result, result).cast("fptrunc", "f32")

@@ -271,9 +271,7 @@ def load(form: Form) -> Spec:
         with f.each_lane() as lane:
             address = _address(f, count, lane, base_width)
             pointer = _translate(f, helper, lane, address, size * count)
-            _when_shared(
-                f, space, address, lambda: _check_valid(f, lane, address, size * count)
-            )
+            _when_shared(f, space, address, lambda: _check_valid(f, lane, address, size * count))
             for index in range(count):
                 raw = f.load(pointer.gep(size * index), f"i{8 * size}")
                 value = _extended(raw, signed, form.bits[index])
@@ -359,7 +357,11 @@ def atomic(form: Form) -> Spec:
         if part not in known and part.split("::")[0] not in SPACES:
             raise Unsupported(f".{part}")
     is_float = form.type in ("f32", "f64")
-    if name is None or (is_float and name != "add") or (not is_float and form.type not in INT_TYPES):
+    if (
+        name is None
+        or (is_float and name != "add")
+        or (not is_float and form.type not in INT_TYPES)
+    ):
         raise Unsupported(form.key)
     space, helper = _space(form)
     elem = form.type if is_float else INT_TYPES[form.type][0]
@@ -385,5 +387,3 @@ def atomic(form: Form) -> Spec:
 
     kinds = [elem] * (2 if name == "cas" else 1)
     return Spec((*([f"={elem}"] if first else []), "mem", *kinds), emit)
-
-

@@ -105,8 +105,6 @@ def cvta(form: Form) -> Spec:
     return Spec(("=i64", "i64"), emit)
 
 
-
-
 @op("mapa", "getctarank")
 def cluster_address(form: Form) -> Spec:
     form.rest("shared::cluster", "u32", "u64")

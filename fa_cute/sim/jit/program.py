@@ -19,7 +19,7 @@ from fa_cute.sim.ptx import Bank, Imm, Instr, Kernel, Label, Mem, Not, Pair, Reg
 _RECORD = struct.Struct("<QII10Iq")
 _ALL = 0xFFFFFFFF
 SYSTEM_BYTES = 0x400  # of each CTA's shared window, in front of what the kernel has
-_CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo")
+_CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 
 
 class _Sink:
@@ -68,10 +68,10 @@ def form_for(instr: Instr) -> tuple[Form, list]:
     """The native form of an instruction and its flat operands; raises Unsupported."""
     flat = flatten(instr)
     op = instr.parts[0]
-    if op == "mov" and len(flat) == 2 and isinstance(flat[1], Special) and flat[1].name in _CLOCKS:
-        parts: tuple[str, ...] = ("clock", *instr.parts[1:])
-    else:
-        parts = instr.parts
+    parts = instr.parts
+    if op == "mov" and isinstance(flat[-1], Special) and flat[-1].name in _CLOCKS:
+        half = ("hi",) if flat[-1].name.endswith("_hi") else ()
+        parts, flat = ("clock", *half, *instr.parts[1:]), flat[:1]
     if op in ("fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "membar"):
         flat = []
         parts = parts[:1]
@@ -375,9 +375,11 @@ class WarpState:
                 table[i] = table[i + 1]
         ctx.group_pc[last], ctx.group_mask[last], ctx.group_parked[last] = ctx.pc, ctx.mask, 0
         ctx.pc, ctx.mask = pc, mask
-        ctx.limit = min(ctx.group_pc[i] for i in range(ctx.n_groups) if ctx.group_pc[i] > pc) if any(
-            ctx.group_pc[i] > pc for i in range(ctx.n_groups)
-        ) else _ALL
+        ctx.limit = (
+            min(ctx.group_pc[i] for i in range(ctx.n_groups) if ctx.group_pc[i] > pc)
+            if any(ctx.group_pc[i] > pc for i in range(ctx.n_groups))
+            else _ALL
+        )
         return True
 
     def error(self) -> SimError:

@@ -90,7 +90,9 @@ class _Intervals:
         for i, begin in enumerate(starts):
             end = starts[i + 1] if i + 1 < len(starts) else count
             last = self.instrs[end - 1]
-            targets = [number[o.target] for o in last.operands if isinstance(o, Label) and o.target < count]
+            targets = [
+                number[o.target] for o in last.operands if isinstance(o, Label) and o.target < count
+            ]
             always = last.guard is None and last.parts[0] in ("bra", "ret", "exit")
             if not always and i + 1 < len(starts):
                 targets.append(i + 1)

@@ -7,7 +7,6 @@ from fa_cute.sim.jit.ir import CONVERGE, LANES, NEXT, Fn, Val, vec
 from fa_cute.sim.jit.registry import INT_TYPES, Form, Spec, Unsupported, op
 
 
-
 def _first(f: Fn, mask: Val | None = None) -> Val:
     return f.intrinsic("cttz", [mask or f.mask], "i32", "<{is_zero_poison = true}>")
 
@@ -199,6 +198,20 @@ def _redux_float(form: Form, kind: str) -> Spec:
     return Spec(("=f32", "f32", "i32"), emit)
 
 
+@op("clock")
+def clock(form: Form) -> Spec:
+    """Not PTX: a move from a clock or timer, which counts the warp's instructions."""
+    form.rest("hi", "u32", "u64", "b32", "b64")
+    elem = INT_TYPES[form.type][0]
+
+    def emit(f: Fn) -> None:
+        count = f.field("count")
+        f.out(0, f.splat((count.lshr(32) if form.has("hi") else count).int(elem)))
+        f.done()
+
+    return Spec((f"={elem}",), emit)
+
+
 def _converged(f: Fn) -> None:
     _need_members(f, 0)
     f.done(NEXT)
@@ -225,5 +238,3 @@ def nothing(form: Form) -> Spec:
 @op("prefetch", "prefetchu")
 def prefetch(form: Form) -> Spec:
     return Spec((), _nothing)
-
-
