@@ -69,9 +69,10 @@ def find(ins: Instr) -> Bind | None:
     return None
 
 
-def registered() -> list[str]:
+def table() -> dict[str, Bind]:
+    """Every registered prefix with its binder."""
     load()
-    return sorted(_TABLE)
+    return dict(_TABLE)
 
 
 def unknown(ins: Instr) -> UnknownInstructionError:

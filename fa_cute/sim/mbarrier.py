@@ -149,17 +149,15 @@ def _arrival(ins: Instr, k, act):
     """
     dst, at = _destination(ins)
     address = ops.shared_address(ins.operands[at], k)
-    each = ops.addresses(ins.operands[at], k)
+    each, differ = ops.addresses(ins.operands[at], k), ops.differs(ins.operands[at])
     amount = _count_operand(ins, at + 1)
     write = ops.write64(dst) if dst is not None else None
 
     def arrive(warp, mask):
         cta = warp.cta
-        if mask & (mask - 1):
-            addrs = each(warp)[ops.lane_mask(mask)]
-            if (addrs != addrs[0]).any():
-                _arrive_each(warp, mask, each(warp))
-                return
+        if mask & (mask - 1) and differ(warp, mask):
+            _arrive_each(warp, mask, each(warp))
+            return
         barrier = cta.mbarrier(address(warp, mask), ins)
         if write is not None:
             write(warp, mask, barrier.phase)

@@ -184,9 +184,10 @@ class SharedMemory:
 class TmemAllocator:
     """Which columns of tensor memory a CTA owns."""
 
-    __slots__ = ("blocks", "last", "owned", "relinquished")
+    __slots__ = ("blocks", "last", "owned", "relinquished", "start", "stop")
 
     def __init__(self) -> None:
+        self.start = self.stop = 0  # one run of owned columns, to answer most checks fast
         self.owned = np.zeros(TMEM_COLS, bool)
         self.blocks: dict[int, int] = {}  # first column -> columns
         self.relinquished = False
@@ -210,6 +211,7 @@ class TmemAllocator:
                 self.owned[col : col + ncols] = True
                 self.blocks[col] = ncols
                 self.last = ncols
+                self._widest()
                 return col
         return None
 
@@ -221,6 +223,14 @@ class TmemAllocator:
             )
         del self.blocks[col]
         self.owned[col : col + ncols] = False
+        self._widest()
+
+    def _widest(self) -> None:
+        """The first run of owned columns."""
+        columns = self.owned.nonzero()[0]
+        self.start = self.stop = int(columns[0]) if len(columns) else 0
+        while self.stop < TMEM_COLS and self.owned[self.stop]:
+            self.stop += 1
 
 
 class TensorMemory:
@@ -245,7 +255,10 @@ class TensorMemory:
         self.alloc = TmemAllocator()
 
     def check(self, col: int, ncols: int, ins: Instr | None = None) -> None:
-        if col < 0 or col + ncols > TMEM_COLS or not self.alloc.owned[col : col + ncols].all():
+        alloc = self.alloc
+        if alloc.start <= col and col + ncols <= alloc.stop:
+            return
+        if col < 0 or col + ncols > TMEM_COLS or not alloc.owned[col : col + ncols].all():
             have = ", ".join(f"{c}..{c + n - 1}" for c, n in sorted(self.alloc.blocks.items()))
             raise OutOfBoundsError(
                 f"{place(ins)}tensor-memory columns {col}..{col + ncols - 1} are not allocated "

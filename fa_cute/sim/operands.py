@@ -174,6 +174,26 @@ def addresses(operand: Mem, k) -> Callable[..., np.ndarray]:
     return lambda warp: inner(warp) + add64
 
 
+def differs(operand: Mem) -> Callable[..., bool]:
+    """`fn(warp, mask) -> bool`: do active lanes have different base registers?"""
+    base = operand.base
+    if not isinstance(base, Reg):
+        return lambda warp, mask: False
+    row, size = base.index, 8 if base.bank is Bank.R64 else 4
+
+    def check(warp, mask: int) -> bool:
+        if not mask & (mask - 1):
+            return False
+        values = (warp.r64 if size == 8 else warp.r32)[row]
+        if mask == FULL:
+            data = values.tobytes()
+            return data != data[:size] * 32
+        active = values[lane_mask(mask)]
+        return bool((active != active[0]).any())
+
+    return check
+
+
 # ---- results ----
 
 

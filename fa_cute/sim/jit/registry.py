@@ -118,3 +118,8 @@ def float_type(name: str) -> str:
     if name not in FLOAT_TYPES:
         raise Unsupported(f".{name}")
     return name
+
+
+def names() -> list[str]:
+    """First parts of the opcodes that have a generator."""
+    return sorted(_FAMILIES)
