@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import sys
 from unittest import mock
@@ -12,6 +13,15 @@ import torch
 from fa_cute.sim import host
 
 NUM_SMS = 148
+
+
+def is_installed() -> bool:
+    """Asked without importing it, which only works inside a session."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _import_interface():
@@ -33,7 +43,11 @@ def _import_interface():
 
 @contextlib.contextmanager
 def flash_attn4(arch: str, **options):
-    """Yields (its interface module, the simulator session); torch is as before after it."""
+    """Yields (its interface module, the simulator session); torch is as before after it.
+
+    Line information is off: it doubles the time that its kernels take to compile.
+    """
+    options.setdefault("lineinfo", False)
     environ = {
         "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
         "FLASH_ATTENTION_NUM_SMS": str(NUM_SMS),

@@ -96,7 +96,7 @@ def test_stores_skip_what_lies_outside_and_reductions_add():
     body = f"""
 {SETUP}
 @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 256;
-@%p0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes 
+@%p0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes
     [smem+1024], [%data], 256, [smem];
 {mbarrier_wait("smem", 0, "W")}
 mov.b32 %r10, 20; mov.b32 %r11, 2; mov.b32 %r12, 4;
