@@ -41,7 +41,7 @@ class Image:
         self.bytes = np.full(nbytes, 0xFF, np.uint8)
 
     def place(self, desc_of_step, raw: np.ndarray, k_step: int, mn_major: bool) -> None:
-        """Write the (rows x K) matrix: step s of `k_step` columns is what `desc_of_step(s)` reads."""
+        """Write the (rows x K) matrix: `desc_of_step(s)` reads its columns from s * k_step on."""
         size = raw.itemsize
         flat = np.ascontiguousarray(raw).view(np.uint8).reshape(*raw.shape, size)
         for row, k in np.ndindex(raw.shape):

@@ -1,4 +1,4 @@
-"""Code that nobody here wrote: flash-attn-4 compiled and executed on the simulator (extra `peer`)."""
+"""Code that nobody here wrote: flash-attn-4, executed on the simulator (extra `peer`)."""
 
 from __future__ import annotations
 
