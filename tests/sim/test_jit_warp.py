@@ -25,7 +25,10 @@ def run(body: str, mask: int = t.FULL, **rows):
 
 @pytest.mark.parametrize("mask", [t.FULL, 0x0000FFFF, 0x80000001, 0x5A5A1234])
 def test_lanes_outside_the_mask_keep_their_registers(mask):
-    body = "add.s32 %r1, %r1, 1; cvt.u64.u32 %rd1, %r1; setp.gt.u32 %p1, %r1, 0; cvt.rn.bf16x2.f32 %r2, %r1, %r1; mov.b16 %rs1, 9; ex2.approx.f32 %r3, %r3;"
+    body = (
+        "add.s32 %r1, %r1, 1; cvt.u64.u32 %rd1, %r1; setp.gt.u32 %p1, %r1, 0; "
+        "cvt.rn.bf16x2.f32 %r2, %r1, %r1; mov.b16 %rs1, 9; ex2.approx.f32 %r3, %r3;"
+    )
     warp = run(body, mask, r1=LANE, rd1=1 << 40, rs1=7, r2=1, r3=0)
     inside = np.array([mask >> i & 1 for i in range(32)], bool)
     assert (t.rows_of(warp, "%r1") == LANE + inside).all()
@@ -39,7 +42,10 @@ def test_lanes_outside_the_mask_keep_their_registers(mask):
 
 @pytest.mark.parametrize("guard", ["@%p1", "@!%p1"])
 def test_guards_select_lanes(guard):
-    body = f"setp.lt.u32 %p1, %r1, 9; {guard} add.s32 %r2, %r1, 100; {guard} mov.b64 {{%r3, %r4}}, %rd1; {guard} setp.eq.u32 %p2, %r1, %r1;"
+    body = (
+        f"setp.lt.u32 %p1, %r1, 9; {guard} add.s32 %r2, %r1, 100; "
+        f"{guard} mov.b64 {{%r3, %r4}}, %rd1; {guard} setp.eq.u32 %p2, %r1, %r1;"
+    )
     warp = run(body, r1=LANE, r2=1, r3=2, r4=3, rd1=(7 << 32) | 6, p2=0)
     on = (LANE < 9) == (guard == "@%p1")
     assert (t.rows_of(warp, "%r2") == np.where(on, LANE + 100, 1)).all()
@@ -82,64 +88,69 @@ def test_lanes_that_leave_early():
     assert (t.rows_of(warp, "%r3")[10:] == 0xFFFFFC00).all()
 
 
+class _RandomProgram:
+    """Nested ifs and loops of random shape: PTX text, and the same as a tree to simulate."""
+
+    def __init__(self, gen: np.random.Generator):
+        self.gen, self.lines, self.labels = gen, [], 0
+        self.steps = self.block(0, 0)
+
+    def label(self, stem: str) -> str:
+        self.labels += 1
+        return f"{stem}{self.labels}"
+
+    def block(self, depth: int, loops: int) -> list:
+        steps: list = []
+        for _ in range(int(self.gen.integers(1, 4))):
+            choice = int(self.gen.integers(0, 3)) if depth < 3 else 0
+            k = int(self.gen.integers(1, 9))
+            if choice == 0:
+                self.lines.append(f"mad.lo.u32 %r2, %r2, 5, {k};")
+                steps.append(("step", k))
+            elif choice == 1:
+                steps.append(self.branch(k, depth, loops))
+            else:
+                steps.append(self.loop(depth, loops))
+        return steps
+
+    def branch(self, k: int, depth: int, loops: int) -> tuple:
+        other, end = self.label("E"), self.label("J")
+        self.lines += [f"and.b32 %r3, %r2, {k};", "setp.eq.u32 %p1, %r3, 0;", f"@%p1 bra {other};"]
+        first = self.block(depth + 1, loops)
+        self.lines += [f"bra {end};", f"{other}:"]
+        second = self.block(depth + 1, loops)
+        self.lines.append(f"{end}:")
+        return "if", k, first, second
+
+    def loop(self, depth: int, loops: int) -> tuple:
+        head, counter = self.label("L"), f"%r{10 + loops}"
+        self.lines += [f"and.b32 {counter}, %r2, 3;", f"{head}:"]
+        body = self.block(depth + 1, loops + 1)
+        self.lines += [f"sub.s32 {counter}, {counter}, 1;", f"setp.gt.s32 %p2, {counter}, 0;"]
+        self.lines.append(f"@%p2 bra {head};")
+        return "loop", body
+
+
+def _simulate(steps: list, x: int) -> int:
+    for kind, *rest in steps:
+        if kind == "step":
+            x = (x * 5 + rest[0]) & t.FULL
+        elif kind == "if":
+            x = _simulate(rest[1] if x & rest[0] else rest[2], x)
+        else:
+            for _ in range(max(1, x & 3)):
+                x = _simulate(rest[0], x)
+    return x
+
+
 def test_random_structured_programs():
     """Nested ifs and loops of random shape against a lane-by-lane Python run."""
     gen = np.random.default_rng(5)
     for _ in range(25):
-        lines: list[str] = []
-        labels = iter(range(1000))
-
-        def block(depth: int, loops: int) -> list:
-            steps: list = []
-            for _ in range(int(gen.integers(1, 4))):
-                choice = int(gen.integers(0, 3)) if depth < 3 else 0
-                k = int(gen.integers(1, 9))
-                if choice == 0:
-                    lines.append(f"mad.lo.u32 %r2, %r2, 5, {k};")
-                    steps.append(("step", k))
-                elif choice == 1:
-                    other, end = f"E{next(labels)}", f"J{next(labels)}"
-                    lines.extend(
-                        (
-                            f"and.b32 %r3, %r2, {k};",
-                            "setp.eq.u32 %p1, %r3, 0;",
-                            f"@%p1 bra {other};",
-                        )
-                    )
-                    first = block(depth + 1, loops)
-                    lines.extend((f"bra {end};", f"{other}:"))
-                    second = block(depth + 1, loops)
-                    lines.append(f"{end}:")
-                    steps.append(("if", k, first, second))
-                else:
-                    head = f"L{next(labels)}"
-                    counter = f"%r{10 + loops}"
-                    lines.extend((f"and.b32 {counter}, %r2, 3;", f"{head}:"))
-                    body = block(depth + 1, loops + 1)
-                    lines.extend(
-                        (
-                            f"sub.s32 {counter}, {counter}, 1;",
-                            f"setp.gt.s32 %p2, {counter}, 0;",
-                            f"@%p2 bra {head};",
-                        )
-                    )
-                    steps.append(("loop", body))
-            return steps
-
-        def simulate(steps, x: int) -> int:
-            for kind, *rest in steps:
-                if kind == "step":
-                    x = (x * 5 + rest[0]) & t.FULL
-                elif kind == "if":
-                    x = simulate(rest[1] if x & rest[0] else rest[2], x)
-                else:
-                    for _ in range(max(1, x & 3)):
-                        x = simulate(rest[0], x)
-            return x
-
-        steps = block(0, 0)
-        warp = run("\n".join(lines) + "\nactivemask.b32 %r5;", r2=LANE * 77 + 3)
-        assert t.rows_of(warp, "%r2").tolist() == [simulate(steps, int(x)) for x in LANE * 77 + 3]
+        code = _RandomProgram(gen)
+        warp = run("\n".join(code.lines) + "\nactivemask.b32 %r5;", r2=LANE * 77 + 3)
+        expected = [_simulate(code.steps, int(x)) for x in LANE * 77 + 3]
+        assert t.rows_of(warp, "%r2").tolist() == expected
         assert (t.rows_of(warp, "%r5") == t.FULL).all()
 
 
@@ -161,7 +172,10 @@ def test_stop_and_resume():
 
 
 def test_stops_of_diverged_groups_and_switching():
-    body = "setp.lt.u32 %p1, %r1, 8; @%p1 bra A; mov.b32 %r2, 1; bra B; A: mov.b32 %r2, 2; B: mov.b32 %r3, 3;"
+    body = (
+        "setp.lt.u32 %p1, %r1, 8; @%p1 bra A; mov.b32 %r2, 1; bra B; A: mov.b32 %r2, 2; "
+        "B: mov.b32 %r3, 3;"
+    )
     kernel = t.kernel_of(body)
     warp = jit.build(kernel, handled=[2, 4]).warp()
     t.set_rows(warp, "%r1", LANE)
@@ -193,7 +207,8 @@ def test_shuffles(mode, width):
     clamp = _MODES[mode] | segment
     for b in (0, 1, 3, width // 2, width - 1, 31):
         warp = run(
-            f"shfl.sync.{mode}.b32 %r2|%p1, %r1, {b}, {clamp}, -1; shfl.sync.{mode}.b32 %r3, %r1, {b}, {clamp}, -1;",
+            f"shfl.sync.{mode}.b32 %r2|%p1, %r1, {b}, {clamp}, -1; "
+            f"shfl.sync.{mode}.b32 %r3, %r1, {b}, {clamp}, -1;",
             r1=LANE + 100,
         )
         for lane in range(32):
@@ -260,7 +275,11 @@ def test_reductions(op, rule, kind, mask):
 def test_bit_and_float_reductions():
     values = np.random.default_rng(4).standard_normal(32).astype(np.float32)
     values[5] = np.nan
-    body = "redux.sync.and.b32 %r2, %r1, -1; redux.sync.or.b32 %r3, %r1, -1; redux.sync.xor.b32 %r4, %r1, -1; redux.sync.max.f32 %r5, %r6, -1; redux.sync.min.abs.f32 %r7, %r6, -1; redux.sync.max.NaN.f32 %r8, %r6, -1;"
+    body = (
+        "redux.sync.and.b32 %r2, %r1, -1; redux.sync.or.b32 %r3, %r1, -1; "
+        "redux.sync.xor.b32 %r4, %r1, -1; redux.sync.max.f32 %r5, %r6, -1; "
+        "redux.sync.min.abs.f32 %r7, %r6, -1; redux.sync.max.NaN.f32 %r8, %r6, -1;"
+    )
     ints = LANE * 0x01010101 + 0x80
     warp = run(body, r1=ints, r6=values.view("u4"))
     for name, f in (("%r2", np.bitwise_and), ("%r3", np.bitwise_or), ("%r4", np.bitwise_xor)):
@@ -297,7 +316,12 @@ def test_a_collective_without_its_members_is_an_error():
 
 
 def test_special_registers():
-    body = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.y; mad.lo.s32 %r3, %ctaid.x, %ntid.x, %r1; mov.u32 %r4, %laneid; mov.u32 %r5, %lanemask_lt; mov.u64 %rd1, %clock64; mov.u32 %r6, %clock; mov.u64 %rd2, %clock64;"
+    body = (
+        "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.y; "
+        "mad.lo.s32 %r3, %ctaid.x, %ntid.x, %r1; mov.u32 %r4, %laneid; "
+        "mov.u32 %r5, %lanemask_lt; mov.u64 %rd1, %clock64; mov.u32 %r6, %clock; "
+        "mov.u64 %rd2, %clock64;"
+    )
     code = t.program(body)
     assert set(code.specials) >= {"%tid.x", "%ctaid.x", "%ctaid.y", "%ntid.x"}
     warp = code.warp()
@@ -318,7 +342,8 @@ def test_compaction_keeps_the_results_and_saves_rows():
         lines.append(f"mad.lo.u32 %r{i + 1}, %r{i}, 3, {i};")
         if i % 10 == 5:
             lines.append(
-                f"setp.gt.u32 %p1, %r{i}, 4096; @%p1 bra S{i}; add.s32 %r{i + 1}, %r{i + 1}, %r{max(0, i - 3)}; S{i}:"
+                f"setp.gt.u32 %p1, %r{i}, 4096; @%p1 bra S{i}; "
+                f"add.s32 %r{i + 1}, %r{i + 1}, %r{max(0, i - 3)}; S{i}:"
             )
     body = "\n".join(lines)
     kernel = t.kernel_of(body)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fa_cute.sim.jit.context import KIND_BUDGET, KIND_ERROR, KIND_EXIT, KIND_STOP, Context
-from fa_cute.sim.jit.program import Program, WarpState, supports
+from fa_cute.sim.jit.decode import supports
+from fa_cute.sim.jit.program import Program, WarpState
 from fa_cute.sim.jit.registers import compact
 from fa_cute.sim.ptx import Instr, Kernel
 

@@ -1,4 +1,4 @@
-"""The memory that native code and Python share: one `Context` per warp, one record per instruction."""
+"""The memory that native code and Python share: a `Context` per warp, a record per instruction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 MAX_RANKS = 16  # CTAs of a cluster
 
-# A record: function pointer, guard (offset of a predicate, xor value), ten operand slots, an immediate.
+# A record: function pointer, guard (offset of a predicate, xor value), ten operands, an immediate.
 RECORD_BYTES = 64
 RECORD_FN, RECORD_GUARD, RECORD_FLIP, RECORD_SLOTS, RECORD_IMM = 0, 8, 12, 16, 56
 RECORD_NUM_SLOTS = 10

@@ -14,8 +14,8 @@ from pathlib import Path
 from fa_cute import log
 from fa_cute.sim import mlir
 
-# Straight-line functions need no passes before instruction selection, and are compiled twice as fast
-# without; loops with variables in memory do.
+# Straight-line functions need no passes before instruction selection, and compile twice as fast
+# without; loops with variables in memory need them.
 STRAIGHT, LOOPS = 0, 1
 
 

@@ -1,8 +1,8 @@
 """A small writer of LLVM-dialect MLIR text: values with operators, blocks, and rows of 32 lanes.
 
-A native op function has the signature `i32 f(base, record, mask, ctx)`: `base` points to the register
-file of one warp, `record` to the 64 bytes that describe the instruction, `mask` has a bit per lane that
-executes, `ctx` is the warp's `Context`.
+A native op function has the signature `i32 f(base, record, mask, ctx)`: `base` points to the
+register file of one warp, `record` to the 64 bytes that describe the instruction, `mask` has a bit
+per lane that executes, `ctx` is the warp's `Context`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def like(ty: str, elem: str) -> str:
 
 
 class Val:
-    """An SSA value; Python numbers on the other side of an operator become constants of its type."""
+    """An SSA value; Python numbers beside it in an operator become constants of its type."""
 
     __slots__ = ("f", "name", "ty")
 
@@ -245,10 +245,8 @@ class Fn:
     def alloca(self, ty: str, count: int = 1, align: int = 64) -> Val:
         self.count += 1
         name = f"%v{self.count}"
-        size = self.const(count, "i64")
-        self.header.append(
-            f"{name} = llvm.alloca {size.name} x {ty} {{alignment = {align} : i64}} : (i64) -> {PTR}"
-        )
+        size, attrs = self.const(count, "i64"), f"{{alignment = {align} : i64}}"
+        self.header.append(f"{name} = llvm.alloca {size.name} x {ty} {attrs} : (i64) -> {PTR}")
         return Val(self, name, PTR)
 
     # ---- control flow ----
@@ -270,7 +268,7 @@ class Fn:
         return _When(self, test)
 
     def each_lane(self, mask: Val | None = None):
-        """`with f.each_lane() as lane:` runs its body for each set bit of the mask, lowest first."""
+        """`with f.each_lane() as lane:` repeats its body for each bit of the mask, lowest first."""
         return _EachLane(self, mask or self.mask)
 
     def done(self, code: int = NEXT) -> None:

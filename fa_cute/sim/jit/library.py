@@ -1,4 +1,4 @@
-"""The native functions of this process: packs of common forms, and others when a kernel needs them."""
+"""The native functions of this process: packs of common forms, others when a kernel needs them."""
 
 from __future__ import annotations
 

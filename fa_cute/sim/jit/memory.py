@@ -15,11 +15,6 @@ from fa_cute.sim.jit.math import PRELUDE
 from fa_cute.sim.jit.registry import INT_TYPES, Form, Spec, Unsupported, op
 
 SPACES = ("shared", "global", "param", "local", "const")
-_HINTS = (
-    "relaxed acquire release volatile weak cta cluster gpu sys mmio nc ca cg cs cv lu wb wt "
-    "L1::evict_normal L1::evict_unchanged L1::evict_first L1::evict_last L1::no_allocate "
-    "L2::evict_normal L2::evict_first L2::evict_last L2::64B L2::128B L2::256B L2::cache_hint unified"
-).split()
 _TYPE_BYTES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
@@ -224,7 +219,7 @@ def _element(form: Form) -> tuple[int, bool, int]:
 
 def _known(form: Form) -> None:
     for part in form.parts[1:-1]:
-        known = part in _HINTS or part in ("v2", "v4", "v8") or part.split("::")[0] in SPACES
+        known = part in ("v2", "v4", "v8") or part.split("::")[0] in SPACES
         if not known:
             raise Unsupported(f".{part}")
 
@@ -293,7 +288,7 @@ def _extended(raw: Val, signed: bool, register: int) -> Val:
 
 
 def _load_param(f: Fn, size: int, signed: bool, bits: tuple[int, ...]) -> None:
-    """One address for the warp: the base row is uniform in practice, so lane by lane only on doubt."""
+    """One address for the warp, its first lane's: parameters are indexed by constants."""
     count = len(bits)
     lane = f.intrinsic("cttz", [f.mask], "i32", "<{is_zero_poison = true}>")
     address = _address(f, count, lane, 64)
@@ -352,7 +347,7 @@ def _combine(name: str, ty: str, old: Val, value: Val, other: Val | None) -> Val
 def atomic(form: Form) -> Spec:
     """Lane after lane; the simulator runs one warp at a time, so each is atomic by itself."""
     name = next((p for p in form.parts[1:] if p in _ATOMS), None)
-    known = {*_HINTS, *_ATOMS, "acq_rel", "noftz", form.type}
+    known = {*_ATOMS, form.type}
     for part in form.parts[1:]:
         if part not in known and part.split("::")[0] not in SPACES:
             raise Unsupported(f".{part}")

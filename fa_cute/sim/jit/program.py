@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import struct
 from collections.abc import Collection, Iterable, Mapping
 
@@ -12,99 +11,15 @@ import numpy as np
 from fa_cute.errors import MisuseError, OutOfBoundsError, SimError, UnknownInstructionError
 from fa_cute.sim.jit import context as cx
 from fa_cute.sim.jit.context import Context
-from fa_cute.sim.jit.library import library, spec
-from fa_cute.sim.jit.registry import Form, Spec, Unsupported, form_of
-from fa_cute.sim.ptx import Bank, Imm, Instr, Kernel, Label, Mem, Not, Pair, Reg, Special, Sym, Vec
+from fa_cute.sim.jit.decode import form_for
+from fa_cute.sim.jit.library import library
+from fa_cute.sim.jit.registry import Unsupported
+from fa_cute.sim.ptx import Bank, Imm, Instr, Kernel, Not, Reg, Special, Sym
 
 _RECORD = struct.Struct("<QII10Iq")
 _ALL = 0xFFFFFFFF
 SYSTEM_BYTES = 0x400  # of each CTA's shared window, in front of what the kernel has
-_CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
-
-
-class _Sink:
-    """Operand that nothing reads."""
-
-
-SINK = _Sink()
-_PAIRED = {"setp": 1, "shfl": 1, "match": 1, "elect": 1}
-
-
-def flatten(instr: Instr) -> list:
-    """Operands in the order of the native function: pairs, vectors and .b128 spread out."""
-    flat: list = []
-    op = instr.parts[0]
-    for position, operand in enumerate(instr.operands):
-        if isinstance(operand, Pair):
-            flat += [operand.first, operand.second]
-        elif isinstance(operand, Vec):
-            flat += operand.items
-        else:
-            flat.append(operand)
-            if position == 0 and op in _PAIRED:
-                flat.append(SINK)
-    if op in ("atom", "red", "ld", "st", "prefetch") and "L2::cache_hint" in instr.parts:
-        flat.pop()
-    if instr.parts[-1] == "b128" and op == "mov":
-        flat = [piece for operand in flat for piece in _halves(operand)]
-    return flat
-
-
-def _halves(operand) -> list:
-    if isinstance(operand, Reg) and operand.type == ".b128":
-        high = Reg(operand.bank, operand.index + 1, operand.name, operand.type)
-        return [operand, high]
-    return [operand]
-
-
-def _width(operand) -> int:
-    """Declared width of a register; 0 for anything else, and for a memory operand its base's."""
-    if isinstance(operand, Mem):
-        operand = operand.base
-    return operand.bits if isinstance(operand, Reg) else 0
-
-
-def form_for(instr: Instr) -> tuple[Form, list]:
-    """The native form of an instruction and its flat operands; raises Unsupported."""
-    flat = flatten(instr)
-    op = instr.parts[0]
-    parts = instr.parts
-    if op == "mov" and isinstance(flat[-1], Special) and flat[-1].name in _CLOCKS:
-        half = ("hi",) if flat[-1].name.endswith("_hi") else ()
-        parts, flat = ("clock", *half, *instr.parts[1:]), flat[:1]
-    if op in ("fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "membar"):
-        flat = []
-        parts = parts[:1]
-    if op in ("bar", "barrier"):
-        flat = flat[:1]
-    widths = tuple(_width(o) for o in flat)
-    form = form_of(parts, len(flat), widths)
-    if op == "mov" and len(flat) == 2:
-        form = Form(form.parts, 2)
-    if op == "cvt":
-        wide = flat and _width(flat[0]) > _type_width(instr.parts[-2])
-        form = Form(form.parts, 0, (widths[0],) if wide else ())
-    signature = spec(form.key).sig
-    if len(signature) != len(flat):
-        raise Unsupported(f"{len(flat)} operands instead of {len(signature)}")
-    return form, flat
-
-
-def _type_width(name: str) -> int:
-    digits = re.match(r"[bsu](\d+)$", name)
-    return int(digits[1]) if digits else 64
-
-
-def supports(instr: Instr) -> bool:
-    """Whether native code can execute the instruction."""
-    try:
-        form_for(instr)
-    except Unsupported:
-        return False
-    return True
-
-
-_WIDE = ("i64", "f64", "mem", "f32x2")  # operand kinds that are read 64 bits a lane
+_NO_SLOTS = [0] * cx.RECORD_NUM_SLOTS
 
 
 class _Rows:
@@ -120,7 +35,7 @@ class _Rows:
         self.specials: dict[str, int] = {}
         # (offset in shared memory, bits of a lane) -> row with the rank added
         self.shared: dict[tuple[int, int], int] = {}
-        self.lanes: dict[str, int] = {}
+        self.registers: dict[int, int] = {}  # by identity: the parser has one object per register
         self.preds = self._new(4 * (kernel.npred + 3))
         self.true = self.preds + 4 * kernel.npred
         self.false, self.pred_sink = self.true + 4, self.true + 8
@@ -156,46 +71,34 @@ class _Rows:
             self.shared[value, width] = self._new(4 * width)
         return self.shared[value, width]
 
+    def register(self, reg: Reg) -> int:
+        at = self.registers.get(id(reg))
+        if at is None:
+            if reg.bank is Bank.R32:
+                at = reg.index * 128
+            elif reg.bank is Bank.R64:
+                at = self.r64 + reg.index * 256
+            else:
+                at = self.preds + 4 * reg.index
+            self.registers[id(reg)] = at
+        return at
+
     def source(self, operand, kind: str) -> int:
-        if isinstance(operand, Reg):
-            if operand.bank is Bank.R32:
-                return operand.index * 128
-            if operand.bank is Bank.R64:
-                return self.r64 + operand.index * 256
-            return self.preds + 4 * operand.index
         if isinstance(operand, Imm):
             if kind == "pred":
                 return self.true if operand.bits else self.false
             return self.const(operand.bits, 64 if kind in _WIDE else 32)
         if isinstance(operand, Not):
-            return self.preds + 4 * operand.reg.index + 1
+            return self.register(operand.reg) + 1
         if isinstance(operand, Special):
             return self.special(operand.name)
-        if isinstance(operand, Sym) and not operand.is_sink:
-            return self.symbol(operand, 64 if kind in _WIDE else 32)
-        raise Unsupported(f"operand {operand}")
+        return self.symbol(operand, 64 if kind in _WIDE else 32)
 
-    def destination(self, operand, kind: str) -> int:
-        if operand is SINK or (isinstance(operand, Sym) and operand.is_sink):
-            return self.pred_sink if kind == "=pred" else self.sink
-        if not isinstance(operand, Reg):
-            raise Unsupported(f"destination {operand}")
-        return self.source(operand, kind)
+    def sink_for(self, kind: str) -> int:
+        return self.pred_sink if kind == "=pred" else self.sink
 
 
-_BANK_OF = {"pred": Bank.PRED}
-
-
-def _check_bank(operand, kind: str) -> None:
-    """A register of the wrong width would be read as its neighbours."""
-    if not isinstance(operand, Reg):
-        return
-    name = kind.lstrip("=")
-    if name in ("mem", "imm", "label"):
-        return
-    expected = Bank.R64 if name in ("i64", "f64", "f32x2") else _BANK_OF.get(name, Bank.R32)
-    if operand.bank is not expected:
-        raise Unsupported(f"register {operand.name} of {operand.type} as {name}")
+_WIDE = ("i64", "f64", "mem", "f32x2")
 
 
 class Program:
@@ -207,49 +110,50 @@ class Program:
         self.handled = frozenset(handled)
         encoded = [self._encode(i, instr) for i, instr in enumerate(kernel.instrs)]
         addresses = library().get({key for key, *_ in encoded} | {"ret"})
-        records = bytearray()
-        for key, guard, flip, slots, imm in encoded:
-            padded = slots + [0] * (cx.RECORD_NUM_SLOTS - len(slots))
-            records += _RECORD.pack(addresses[key], guard, flip, *padded, imm)
-        records += _RECORD.pack(addresses["ret"], self.rows.true, 0, *[0] * 10, 0)
-        self.records = np.frombuffer(bytes(records), np.uint8).copy()
+        pack, end = _RECORD.pack, ("ret", self.rows.true, 0, _NO_SLOTS, 0)
+        records = b"".join(
+            pack(addresses[key], guard, flip, *slots, imm)
+            for key, guard, flip, slots, imm in (*encoded, end)
+        )
+        self.records = np.frombuffer(records, np.uint8).copy()
         self.specials = sorted(self.rows.specials)
         self._template = self._make_template()
 
     def _encode(self, index: int, instr: Instr) -> tuple[str, int, int, list[int], int]:
-        guard, flip = self.rows.true, 0
+        rows = self.rows
+        guard, flip = rows.true, 0
         if instr.guard is not None:
-            register, negated = instr.guard
-            guard, flip = self.rows.source(register, "pred"), _ALL if negated else 0
+            guard, flip = rows.register(instr.guard[0]), _ALL if instr.guard[1] else 0
         if index in self.handled:
-            return "stop", guard, flip, [], 0
+            return "stop", guard, flip, _NO_SLOTS, 0
         try:
-            form, flat = form_for(instr)
-            slots, imm = self._slots(spec(form.key), flat)
+            key, signature, flat = form_for(instr)
+            slots, imm = [0] * cx.RECORD_NUM_SLOTS, 0
+            for i, operand in enumerate(flat):
+                if type(operand) is Reg:
+                    slots[i] = rows.register(operand)
+                    continue
+                kind = signature[i]
+                if kind == "mem":
+                    base, imm = operand.base, operand.offset
+                    slots[i] = rows.register(base) if type(base) is Reg else rows.source(base, kind)
+                elif kind == "imm":
+                    slots[i] = operand.bits & _ALL
+                elif kind == "label":
+                    slots[i] = operand.target
+                elif kind[0] == "=":
+                    slots[i] = rows.sink_for(kind)
+                else:
+                    slots[i] = rows.source(operand, kind)
         except Unsupported as why:
             raise UnknownInstructionError(
                 f"{instr.where}: no native code for {instr.op} ({why})"
             ) from None
-        return form.key, guard, flip, slots, imm
-
-    def _slots(self, form: Spec, flat: list) -> tuple[list[int], int]:
-        slots, imm = [], 0
-        for kind, operand in zip(form.sig, flat, strict=True):
-            _check_bank(operand, kind)
-            if kind[0] == "=":
-                slots.append(self.rows.destination(operand, kind))
-            elif kind == "mem":
-                slots.append(self.rows.source(operand.base, "mem"))
-                imm = operand.offset
-            elif kind == "imm":
-                slots.append(operand.bits & _ALL)
-            elif kind == "label":
-                slots.append(operand.target if isinstance(operand, Label) else int(operand))
-            else:
-                slots.append(self.rows.source(operand, kind))
-        if len(slots) > cx.RECORD_NUM_SLOTS:
-            raise Unsupported(f"{len(slots)} operands")
-        return slots, imm
+        except IndexError:
+            raise UnknownInstructionError(
+                f"{instr.where}: {instr.op} has more than {cx.RECORD_NUM_SLOTS} operands"
+            ) from None
+        return key, guard, flip, slots, imm
 
     def _make_template(self) -> np.ndarray:
         """A fresh register file: zeros, constants, lane numbers."""
@@ -322,7 +226,7 @@ class WarpState:
         extents: np.ndarray | None = None,
         local_bytes: int = 0,
     ) -> None:
-        """Point the context at the memories; `smem[r]` starts at shared address `base` of rank r."""
+        """Point the context at the memories; `smem[r]` starts at shared address `base` of CTA r."""
         ctx = self.ctx
         smem = list(smem)
         ctx.rank, ctx.n_ranks = rank, max(1, len(smem))

@@ -10,31 +10,36 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Iterator
 
-from fa_cute.sim.ptx import Bank, Instr, Kernel, Label, Mem, Not, Pair, Reg, Vec
+from fa_cute.sim.ptx import Bank, Instr, Kernel, Label, Mem, Pair, Reg, Vec
 
 _BANKS = (Bank.R32, Bank.R64)
 # Their register operands may be written after the instruction is over.
 _ASYNCHRONOUS = ("wgmma",)
 # No destination register comes first in these.
-_NO_RESULT = (
-    "st red bra ret exit bar barrier fence membar cp prefetch tcgen05 wgmma setmaxnreg nanosleep "
-    "griddepcontrol stmatrix mbarrier multimem"
-).split()
+_NO_RESULT = frozenset(
+    (
+        *("st", "red", "bra", "ret", "exit", "bar", "barrier", "fence", "membar", "cp", "prefetch"),
+        *("tcgen05", "wgmma", "setmaxnreg", "nanosleep", "griddepcontrol", "stmatrix", "mbarrier"),
+        *("multimem", "clusterlaunchcontrol"),
+    )
+)
 
 
 def _collect(operand, into: list[Reg]) -> None:
-    if isinstance(operand, Reg):
+    kind = type(operand)
+    if kind is Reg:
         if operand.bank is not Bank.PRED:
             into.append(operand)
-    elif isinstance(operand, Vec):
+    elif kind is Vec:
         for item in operand.items:
             _collect(item, into)
-    elif isinstance(operand, Mem):
+    elif kind is Mem:
         _collect(operand.base, into)
         if operand.coords is not None:
             _collect(operand.coords, into)
-    elif isinstance(operand, Pair):
+    elif kind is Pair:
         _collect(operand.first, into)
         _collect(operand.second, into)
 
@@ -54,6 +59,24 @@ def _access(instr: Instr) -> tuple[list[Reg], list[Reg]]:
     return written, used
 
 
+def _bits(numbers: set[int]) -> int:
+    """A set as an integer, on which the flow analysis is fast."""
+    if not numbers:
+        return 0
+    array = bytearray(max(numbers) // 8 + 1)
+    for number in numbers:
+        array[number >> 3] |= 1 << (number & 7)
+    return int.from_bytes(array, "little")
+
+
+def _numbers(bits: int) -> Iterator[int]:
+    for at, byte in enumerate(bits.to_bytes((bits.bit_length() + 7) // 8, "little")):
+        while byte:
+            low = byte & -byte
+            yield 8 * at + low.bit_length() - 1
+            byte ^= low
+
+
 class _Intervals:
     """First and last instruction at which each register holds a value that matters."""
 
@@ -63,18 +86,22 @@ class _Intervals:
         self.pinned: set[int] = set()
         self.writes: list[list[int]] = []
         self.reads: list[list[int]] = []
+        self.by_object: dict[int, int] = {}
         for instr in self.instrs:
             written, used = _access(instr)
             self.writes.append([self._id(r) for r in written])
             self.reads.append([self._id(r) for r in used])
-            for reg in (*written, *used):
-                if reg.type == ".b128" or instr.parts[0] in _ASYNCHRONOUS:
-                    self.pinned.add(self._id(reg))
+            if instr.parts[0] in _ASYNCHRONOUS:
+                self.pinned.update(self._id(r) for r in (*written, *used))
         self.start = [len(self.instrs)] * len(self.ids)
         self.stop = [-1] * len(self.ids)
 
     def _id(self, reg: Reg) -> int:
-        return self.ids.setdefault((reg.bank, reg.index), len(self.ids))
+        number = self.by_object.get(id(reg))
+        if number is None:
+            number = self.ids.setdefault((reg.bank, reg.index), len(self.ids))
+            self.by_object[id(reg)] = number
+        return number
 
     def blocks(self) -> tuple[list[int], list[list[int]]]:
         """First instructions of the basic blocks, and the successors of each block."""
@@ -105,15 +132,13 @@ class _Intervals:
         ends = [*starts[1:], len(self.instrs)]
         needs, kills = [], []
         for begin, end in zip(starts, ends, strict=True):
-            need = kill = 0
+            need: set[int] = set()
+            kill: set[int] = set()
             for index in range(begin, end):
-                for reg in self.reads[index]:
-                    if not kill >> reg & 1:
-                        need |= 1 << reg
-                for reg in self.writes[index]:
-                    kill |= 1 << reg
-            needs.append(need)
-            kills.append(kill & ~need)
+                need.update(r for r in self.reads[index] if r not in kill)
+                kill.update(self.writes[index])
+            needs.append(_bits(need))
+            kills.append(_bits(kill - need))
         live_in = list(needs)
         changed = True
         while changed:
@@ -126,27 +151,30 @@ class _Intervals:
                 if new != live_in[block]:
                     live_in[block] = new
                     changed = True
+        moments: list[tuple[int, int]] = []  # (instruction, registers alive), in order
         for block, (begin, end) in enumerate(zip(starts, ends, strict=True)):
-            for index in range(begin, end):
-                for reg in (*self.reads[index], *self.writes[index]):
-                    self._touch(reg, index)
-            self._extend(live_in[block], begin)
             out = 0
             for target in following[block]:
                 out |= live_in[target]
-            self._extend(out, end - 1)
-
-    def _touch(self, reg: int, index: int) -> None:
-        if index < self.start[reg]:
-            self.start[reg] = index
-        if index > self.stop[reg]:
-            self.stop[reg] = index
-
-    def _extend(self, live: int, index: int) -> None:
-        while live:
-            low = live & -live
-            self._touch(low.bit_length() - 1, index)
-            live ^= low
+            moments += ((begin, live_in[block]), (end - 1, out))
+        for bounds, order in ((self.start, moments), (self.stop, reversed(moments))):
+            seen = 0
+            for index, alive in order:
+                for number in _numbers(alive & ~seen):
+                    bounds[number] = index
+                seen |= alive
+        start, stop = self.start, self.stop
+        for index, (reads, writes) in enumerate(zip(self.reads, self.writes, strict=True)):
+            for number in reads:
+                if index < start[number]:
+                    start[number] = index
+                if index > stop[number]:
+                    stop[number] = index
+            for number in writes:
+                if index < start[number]:
+                    start[number] = index
+                if index > stop[number]:
+                    stop[number] = index
 
 
 def _assign(intervals: _Intervals) -> tuple[dict[tuple[Bank, int], int], dict[Bank, int]]:
@@ -156,7 +184,7 @@ def _assign(intervals: _Intervals) -> tuple[dict[tuple[Bank, int], int], dict[Ba
     for bank in _BANKS:
         mine = [(key, i) for key, i in intervals.ids.items() if key[0] is bank]
         for key, i in sorted(mine, key=lambda entry: entry[0][1]):
-            if i in intervals.pinned:  # in the old order: the halves of .b128 stay neighbours
+            if i in intervals.pinned:
                 rows[key] = counts[bank]
                 counts[bank] += 1
         active: list[tuple[int, int]] = []  # (last instruction, row)
@@ -179,13 +207,13 @@ def _assign(intervals: _Intervals) -> tuple[dict[tuple[Bank, int], int], dict[Ba
 class _Renamer:
     def __init__(self, rows: dict[tuple[Bank, int], int]):
         self.rows = rows
-        self.known: dict[Reg, Reg] = {}
+        self.known: dict[int, Reg] = {}  # by identity of the old register
 
     def reg(self, reg: Reg) -> Reg:
-        new = self.known.get(reg)
+        new = self.known.get(id(reg))
         if new is None:
             row = self.rows.get((reg.bank, reg.index), reg.index if reg.bank is Bank.PRED else 0)
-            new = self.known[reg] = Reg(reg.bank, row, reg.name, reg.type)
+            new = self.known[id(reg)] = Reg(reg.bank, row, reg.name, reg.type)
         return new
 
     def operand(self, operand):
@@ -193,18 +221,16 @@ class _Renamer:
         if kind is Reg:
             return self.reg(operand)
         if kind is Vec:
-            return Vec(tuple(self.operand(o) for o in operand.items))
+            return Vec(tuple([self.operand(o) for o in operand.items]))
         if kind is Mem:
             coords = None if operand.coords is None else self.operand(operand.coords)
             return Mem(self.operand(operand.base), operand.offset, coords)
         if kind is Pair:
             return Pair(self.operand(operand.first), self.operand(operand.second))
-        if kind is Not:
-            return Not(self.reg(operand.reg))
-        return operand
+        return operand  # predicates, also negated ones, stay where they are
 
     def instr(self, instr: Instr) -> Instr:
-        operands = tuple(self.operand(o) for o in instr.operands)
+        operands = tuple([self.operand(o) for o in instr.operands])
         return Instr(instr.op, instr.parts, operands, instr.guard, instr.line, instr.loc)
 
 
