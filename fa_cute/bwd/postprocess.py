@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from fa_cute.bwd.preprocess import VECTOR, vector_of
 from fa_cute.ops.arith import ceil_div

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr
 
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace
 from fa_cute.ops.arith import ceil_div

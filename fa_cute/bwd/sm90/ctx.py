@@ -22,11 +22,17 @@ RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
-def swizzled(dtype, rows: int, cols: int, stages: int | None = None, row_major: bool = True):
-    """Layout of a (rows, cols) operand in the widest swizzle that its contiguous side allows."""
+def swizzled(dtype, shape, stages: int | None = None, row_major: bool = True, cut: int = 1):
+    """Layout of a (rows, cols) operand in the widest swizzle that a ``cut``-th of its contiguous
+    side allows: a product over part of that side starts on a swizzle atom."""
     kinds = warpgroup.SmemLayoutAtomKind
-    side = cols if row_major else rows
-    widths = (64, kinds.K_SW128, kinds.MN_SW128), (32, kinds.K_SW64, kinds.MN_SW64)
+    rows, cols = shape
+    side = (cols if row_major else rows) // cut
+    widths = (
+        (64, kinds.K_SW128, kinds.MN_SW128),
+        (32, kinds.K_SW64, kinds.MN_SW64),
+        (16, kinds.K_SW32, kinds.MN_SW32),
+    )
     kind = next((k if row_major else mn) for width, k, mn in widths if side % width == 0)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     shape, order = (rows, cols), (0, 1) if row_major else (1, 0)
@@ -47,9 +53,10 @@ class Layouts:
         c = self.cfg
         m, n, d, dv = c.tile_m, c.tile_n, c.head_dim, c.head_dim_v
         shapes = {"sQ": (m, d), "sK": (n, d), "sV": (n, dv), "sdO": (m, dv), "sdS": (m, n)}
-        num = c.smem[field].stages if stages and c.smem[field].stages > 1 else None
-        # dS^T has rows side by side in the registers: so has sdS, and no transposition is needed
-        return swizzled(self.dtype, *shapes[field], num, row_major=field != "sdS")
+        num = c.smem[field].stages if stages and field not in ("sK", "sV") else None
+        cut = CONSUMERS if field == "sK" and c.dq_split == "cols" else 1
+        # dS^T has rows side by side in the registers: so has sdS, and nothing is transposed
+        return swizzled(self.dtype, shapes[field], num, row_major=field != "sdS", cut=cut)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def make_mmas(cfg: BwdSm90Config, dtype) -> Mmas:
             dtype, dtype, *majors, Float32, (*atoms, 1), (64, n), a_source
         )
 
-    by_keys = (CONSUMERS, 1)
+    by_keys = (1 if cfg.by_role else CONSUMERS, 1)
     dq_atoms = {"rows": (CONSUMERS, 1), "cols": (1, CONSUMERS), "turns": (1, 1)}[cfg.dq_split]
     return Mmas(
         sdp=mma((K_MAJOR, K_MAJOR), by_keys, cfg.tile_m),
@@ -183,9 +190,10 @@ def build_smem(cfg: BwdSm90Config, dtype) -> SimpleNamespace:
     for f in cfg.smem.fields:
         if f.over is not None:
             continue
-        if f.name in ("sdQ", "sLse", "sDelta"):
-            layout = cute.make_layout((f.bytes // 4, f.stages))
-            found[f.name] = smem.allocate_tensor(Float32, layout, f.align)
+        if f.name in ("sdQ", "sLse", "sDelta", "sP"):
+            kind = dtype if f.name == "sP" else Float32
+            layout = cute.make_layout((f.bytes * 8 // kind.width, f.stages))
+            found[f.name] = smem.allocate_tensor(kind, layout, f.align)
         else:
             layout = layouts.of(f.name)
             found[f.name] = smem.allocate_tensor(dtype, layout.outer, f.align, swizzle=layout.inner)

@@ -65,7 +65,7 @@ class Buffered:
         vectors = cx.cfg.dq_chunks.vectors
         empty, full = cx.barrier_id("dq_empty_0") + lane.wg, cx.barrier_id("dq_full_0") + lane.wg
         cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
-        to = (cx.smem.sdQ[None, lane.wg].iterator + lane.t * 4).align(16)
+        to = (cx.smem.sdQ[None, lane.wg % cx.cfg.dq_buffers].iterator + lane.t * 4).align(16)
         layout = cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP_THREADS))
         registers = cute.make_tensor(dQ.iterator, cute.make_layout((4, vectors)))
         cute.autovec_copy(registers, cute.make_tensor(to, layout))
@@ -92,42 +92,45 @@ class Direct:
 
 @dataclass(frozen=True)
 class DqStore:
-    """One warp, of which one thread works. Waits dq_full_<w>, adds the chunk to the accumulator, signals dq_empty_<w>."""
+    """One warp, of which one thread works. Waits dq_full_<w>, adds the chunk to the accumulator,
+    signals dq_empty_<w>."""
 
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
-        chunk_floats = c.dq_chunks.chunk_floats
-        full, empty = cx.barrier_id("dq_full_0"), cx.barrier_id("dq_empty_0")
+        chunks, shared = c.dq_chunks, c.dq_buffers == 1
+        full = cx.barrier_id("dq_full_0")
+        elected = cute.arch.lane_idx() == 0
+        for w in cutlass.range_constexpr(c.dq_buffers):
+            self.drained(cx, w)
         blocks = cx.q_blocks()
-        for w in cutlass.range_constexpr(CONSUMERS):
-            cute.arch.barrier_arrive(barrier_id=empty + w, number_of_threads=STORE_THREADS)
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
-            elected = cute.arch.lane_idx() == 0
-            for chunk in cutlass.range_constexpr(c.dq_chunks.num):
+            for chunk in cutlass.range_constexpr(chunks.num):
                 # in turns, one warpgroup writes all of the tile
-                w = (
-                    (m_block - blocks.lo) % CONSUMERS
-                    if const_expr(c.dq_split == "turns")
-                    else chunk
-                )
+                w = m_block % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
                 cute.arch.barrier(barrier_id=full + w, number_of_threads=STORE_THREADS)
                 if elected:
                     if const_expr(chunk == 0):
                         cx.writer.order.begin(cx, m_block)
-                    src = cx.smem.sdQ[None, w].iterator
-                    bulk_add_f32(to + chunk * chunk_floats, src, chunk_floats * 4)
+                    source = cx.smem.sdQ[None, w % c.dq_buffers].iterator
+                    bulk_add_f32(to + chunk * chunks.chunk_floats, source, chunks.chunk_floats * 4)
                     cute.arch.cp_async_bulk_commit_group()
-            if elected:
-                cx.writer.order.end(cx, m_block)
-            cute.arch.sync_warp()
-            for chunk in cutlass.range_constexpr(c.dq_chunks.num):
-                w = (
-                    (m_block - blocks.lo) % CONSUMERS
-                    if const_expr(c.dq_split == "turns")
-                    else chunk
-                )
-                cute.arch.barrier_arrive(barrier_id=empty + w, number_of_threads=STORE_THREADS)
-        if cute.arch.lane_idx() == 0:
+                    if const_expr(chunk == chunks.num - 1):
+                        cx.writer.order.end(cx, m_block)
+                    elif const_expr(shared):
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                if const_expr(shared):
+                    self.drained(cx, 1 - w)  # the other warpgroup is next
+            if const_expr(not shared):
+                for chunk in cutlass.range_constexpr(chunks.num):
+                    w = m_block % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                    self.drained(cx, w)
+        if elected:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def drained(self, cx: BwdCtx, w):
+        """Warpgroup w may write its buffer."""
+        empty = cx.barrier_id("dq_empty_0") + w
+        cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=STORE_THREADS)

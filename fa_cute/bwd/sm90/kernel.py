@@ -28,6 +28,7 @@ from fa_cute.bwd.sm90.dq_store import AnyOrder, Buffered, Direct, DqStore, Turns
 from fa_cute.bwd.sm90.epilogue import Add, Store
 from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.plan import BwdSm90Config
+from fa_cute.bwd.sm90.roles import Keys, Values
 from fa_cute.ops.arith import ceil_div
 
 LOG2_E = math.log2(math.e)
@@ -191,6 +192,8 @@ class Main:
             "dq_store": DqStore(),
             "idle": Idle(),
             "consumer": Consumer(epilogue),
+            "values": Values(epilogue),
+            "keys": Keys(epilogue),
         }
         return tuple((role, bodies[role.name]) for role in self.cfg.warps.roles)
 

@@ -67,36 +67,35 @@ class Chunks:
 
 @dataclass(frozen=True)
 class BwdSm90Config:
-    """Tile sizes and stages of one row of the tuning table. ``head_dim`` and ``head_dim_v`` are those of the tiles:
-    TMA fills columns past the tensor's with zeros and does not store them.
+    """Tile sizes and stages of one row of the tuning table. ``head_dim`` and ``head_dim_v`` are
+    those of the tiles: TMA fills columns past the tensor's with zeros and does not store them.
 
-    dq_split: which part of a dQ tile a warpgroup computes: "rows", "cols", or "turns" (all of every other tile, where
-    half of the columns would cut a swizzle atom).
+    split: how the two consumer warpgroups share the work. "keys": 128 keys, half for each, all five
+        products. "roles": 64 keys for both, one makes P and dV, the other dS and dK (head dims
+        whose dK and dV of 128 keys do not fit in the registers).
+    dq_split: which part of a dQ tile a warpgroup computes: "rows", "cols", or "turns" (all of every
+        other tile, where half of the columns would cut a swizzle atom).
+    dq_direct: dQ goes from the registers to the accumulator, not through shared memory.
     """
 
     head_dim: int
     head_dim_v: int
     tile_m: int
-    tile_n: int = 128
+    split: str = "keys"
     q_stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
-    dv_first: bool = True
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
 
     def __post_init__(self) -> None:
-        if self.tile_n != WGMMA_ROWS * CONSUMERS:
-            raise PlanError(
-                f"tile_n is {self.tile_n}; {WGMMA_ROWS} keys for each of {CONSUMERS} warpgroups"
-            )
+        if self.split not in ("keys", "roles"):
+            raise PlanError(f"split is {self.split!r}; 'keys' or 'roles'")
         if self.tile_m % WGMMA_ROWS:
-            raise PlanError(
-                f"tile_m is {self.tile_m}; a multiple of {WGMMA_ROWS}, the rows of a wgmma"
-            )
+            raise PlanError(f"tile_m is {self.tile_m}; a multiple of {WGMMA_ROWS}, wgmma's rows")
         if self.dq_split not in ("rows", "cols", "turns"):
             raise PlanError(f"dq_split is {self.dq_split!r}; 'rows', 'cols' or 'turns'")
         _ = self.dq_chunks
@@ -110,16 +109,25 @@ class BwdSm90Config:
             )
 
     @property
+    def by_role(self) -> bool:
+        return self.split == "roles"
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a CTA."""
+        return WGMMA_ROWS * (1 if self.by_role else CONSUMERS)
+
+    @property
     def warps(self) -> WarpPlan:
-        return WarpPlan(
-            (
-                Role("load", 0, 1, self.other_regs),
-                *(() if self.dq_direct else (Role("dq_store", 1, 2, self.other_regs),)),
-                Role("idle", 1 if self.dq_direct else 2, 4, self.other_regs),
-                Role("consumer", 4, 4 + 4 * CONSUMERS, self.consumer_regs),
-            ),
-            launch_regs=168,
-        )
+        other, mine = self.other_regs, self.consumer_regs
+        first = 4
+        if self.by_role:
+            consumers = (Role("values", first, first + 4, mine), Role("keys", first + 4, 12, mine))
+        else:
+            consumers = (Role("consumer", first, 12, mine),)
+        store = () if self.dq_direct else (Role("dq_store", 1, 2, other),)
+        idle = Role("idle", 1 + len(store), first, other)
+        return WarpPlan((Role("load", 0, 1, other), *store, idle, *consumers), launch_regs=168)
 
     @property
     def dq_chunks(self) -> Chunks:
@@ -131,17 +139,23 @@ class BwdSm90Config:
     @property
     def dk_chunks(self) -> Chunks:
         """Layout of a dK tile in its accumulator (shared kv heads)."""
-        return Chunks(self.tile_n, self.head_dim, CONSUMERS, 1)
+        return Chunks(self.tile_n, self.head_dim, self.tile_n // WGMMA_ROWS, 1)
 
     @property
     def dv_chunks(self) -> Chunks:
-        return Chunks(self.tile_n, self.head_dim_v, CONSUMERS, 1)
+        return Chunks(self.tile_n, self.head_dim_v, self.tile_n // WGMMA_ROWS, 1)
+
+    @property
+    def dq_buffers(self) -> int:
+        """Buffers between the consumers and dq_store: one each, or one that both fill in turn."""
+        return 1 if self.by_role else CONSUMERS
 
     @property
     def smem(self) -> SmemPlan:
         m, n, d, dv = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
-        # one buffer per warpgroup, written by it and drained by dq_store
-        sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, CONSUMERS)
+        sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, self.dq_buffers)
+        # P in fragment order, from the warpgroup that makes it to the one that needs it for dS
+        sP = SmemField("sP", m * n * ELEMENT_BYTES)
         return SmemPlan(
             (
                 SmemField("sK", n * d * ELEMENT_BYTES),
@@ -149,10 +163,11 @@ class BwdSm90Config:
                 SmemField("sQ", m * d * ELEMENT_BYTES, self.q_stages),
                 SmemField("sdO", m * dv * ELEMENT_BYTES, self.do_stages),
                 SmemField("sdS", m * n * ELEMENT_BYTES, self.ds_stages),
+                *((sP,) if self.by_role else ()),
                 *(() if self.dq_direct else (sdQ,)),
                 SmemField("sLse", m * FLOAT_BYTES, self.q_stages, align=128),
                 SmemField("sDelta", m * FLOAT_BYTES, self.do_stages, align=128),
-                # results replace the operands that they came from, once both warpgroups have read these for good
+                # results replace the operands, once both warpgroups have read these for good
                 SmemField("sdK", n * d * ELEMENT_BYTES, over="sK"),
                 SmemField("sdV", n * dv * ELEMENT_BYTES, over="sV"),
             ),
@@ -164,61 +179,54 @@ class BwdSm90Config:
         """
         load --k, v-----> consumer (0, 1) --dq_full---> dq_store --> global accumulator
              --q, do-->                  <--dq_empty--
-        consumer 0 <--ds--> consumer 1
+        consumer 0 <--turn--> consumer 1;  split by role: 0 (values) --p_full--> 1 (keys)
         """
         both = WARPGROUP_THREADS * CONSUMERS
+        all_ = ("values", "keys") if self.by_role else ("consumer",)
+        v_users = ("keys",) if self.by_role else all_
         buffers = tuple(
-            Barrier(f"dq_{what}_{w}", ("consumer", "dq_store"), WARPGROUP_THREADS + 32)
+            Barrier(f"dq_{what}_{w}", (*all_, "dq_store"), WARPGROUP_THREADS + 32)
             for what in ("full", "empty")
             for w in range(CONSUMERS)
         )
+        q, do = self.q_stages, self.do_stages
         return Topology(
             (
-                Edge("load_k", Via.TMA_ASYNC, "load", "consumer", tx=("sK",)),
-                Edge("load_v", Via.TMA_ASYNC, "load", "consumer", tx=("sV",)),
-                Edge("load_q", Via.TMA_ASYNC, "load", "consumer", self.q_stages, tx=("sQ", "sLse")),
-                Edge(
-                    "load_do",
-                    Via.TMA_ASYNC,
-                    "load",
-                    "consumer",
-                    self.do_stages,
-                    tx=("sdO", "sDelta"),
-                ),
+                Edge("load_k", Via.TMA_ASYNC, "load", all_, tx=("sK",)),
+                Edge("load_v", Via.TMA_ASYNC, "load", v_users, tx=("sV",)),
+                Edge("load_q", Via.TMA_ASYNC, "load", all_, q, tx=("sQ", "sLse")),
+                Edge("load_do", Via.TMA_ASYNC, "load", all_, do, tx=("sdO", "sDelta")),
             ),
             (
-                # ds_<w><s>: warpgroup w has written its half of sdS stage s; the other one waits. Ids are consecutive.
-                *(
-                    Barrier(f"ds_{w}{s}", ("consumer",), both)
-                    for w in range(CONSUMERS)
-                    for s in range(2)
-                ),
-                Barrier("epilogue", ("consumer",)),
+                # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
+                *(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS)),
+                Barrier("epilogue", all_),
+                *((Barrier("p_full", all_),) if self.by_role else ()),
                 *(() if self.dq_direct else buffers),
             ),
         )
 
 
-# head dims of the tiles -> (tile_m, dq_split); a problem takes the first row that holds its head dims
+# head dims of the tiles and how they are cut; a problem takes the first row that holds its head dims
 TILES = (
-    # d, d_v, tile_m, dq_split
-    (64, 64, 128, "rows"),
-    (96, 96, 64, "turns"),
-    (128, 128, 64, "cols"),
+    {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows"},
+    {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "dq_split": "turns"},
+    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64},
+    {"head_dim": 192, "head_dim_v": 128, "tile_m": 64, "split": "roles"},
+    {"head_dim": 192, "head_dim_v": 192, "tile_m": 64, "split": "roles"},
+    {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
 )
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
-    for d, dv, tile_m, dq_split in TILES:
-        if spec.head_dim <= d and spec.head_dim_v <= dv:
-            order = "single"
-            if spec.deterministic:
-                order = "spt" if spec.causal else "ascending"
-            return BwdSm90Config(
-                d, dv, tile_m, dq_split=dq_split, dv_first=tile_m < 128, scheduler=order
-            )
+    order = "single"
+    if spec.deterministic:
+        order = "spt" if spec.causal else "ascending"
+    for row in TILES:
+        if spec.head_dim <= row["head_dim"] and spec.head_dim_v <= row["head_dim_v"]:
+            return BwdSm90Config(**row, scheduler=order)
     raise UnsupportedError(
-        f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented on sm90; "
-        f"implemented: head dims up to {[row[:2] for row in TILES]}"
+        f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "
+        f"on sm90; implemented: up to {[(r['head_dim'], r['head_dim_v']) for r in TILES]}"
     )

@@ -1,0 +1,147 @@
+"""What the consumers of both splits have in common: issuing a product, and the arithmetic between the
+products, on registers in wgmma's order r = 4 j + 2 h + i (row + 8 h, column 8 j + i of a thread).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from fa_cute.bwd.sm90.ctx import BwdCtx
+from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
+
+BOTH = CONSUMERS * WARPGROUP_THREADS
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a thread stands: its warpgroup, its index in it, and the row and column of its first accumulator."""
+
+    wg: Any
+    t: Int32
+    key: Any  # first key of the warpgroup in the CTA's tile
+
+    @property
+    def row(self):
+        return self.t // 32 * 16 + self.t % 32 // 4
+
+    @property
+    def col(self):
+        return self.t % 4 * 2
+
+
+def gemm(
+    tiled: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate
+) -> None:
+    """Issue ``acc (+)= A B`` as one wgmma group; ``accumulate`` may be dynamic."""
+    atom = cute.make_mma_atom(tiled.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    warpgroup.fence()
+    for k in range(cute.size(tA.shape[2])):
+        cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """(rows, cols, ...) as (cols, rows, ...)."""
+    order = [1, 0, *range(2, cute.rank(tensor))]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
+
+
+def flat(fragment: cute.Tensor) -> cute.Tensor:
+    """A register fragment as a vector in wgmma's order r = 4 j + 2 h + i."""
+    return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+
+
+def accumulator(tiled: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
+    """Registers of a (rows, cols) product."""
+    return cute.make_rmem_tensor(tiled.partition_shape_C((rows, cols)), Float32)
+
+
+def columns(vector: cute.Tensor, size: int, lane: Lane) -> cute.Tensor:
+    """A thread's columns 8 j + col + i of a vector in shared memory, (2, size / 8) in registers."""
+    start = (vector.iterator + lane.col).align(8)
+    layout = cute.make_layout((2, size // 8), stride=(1, 8))
+    values = cute.make_rmem_tensor(cute.make_layout((2, size // 8)), vector.element_type)
+    cute.autovec_copy(cute.make_tensor(start, layout), values)
+    return values
+
+
+def operand(cx: BwdCtx, acc: cute.Tensor, tiled: cute.TiledMma) -> cute.Tensor:
+    """An accumulator in 16 bits as a register operand A: wgmma holds both in the same order."""
+    shape = tiled.partition_shape_A((cx.cfg.tile_n, cx.cfg.tile_m))
+    fragment = cute.make_rmem_tensor(shape, cx.smem.sQ.element_type)
+    flat(fragment).store(flat(acc).load().to(fragment.element_type))
+    return fragment
+
+
+@cute.jit
+def probabilities(cx: BwdCtx, S: cute.Tensor, sLse: cute.Tensor, lane: Lane):
+    """S <- exp2(S * scale - lse), in place; lse by column, two columns at a time."""
+    rS, lse = flat(S), columns(sLse, cx.cfg.tile_m, lane)
+    for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
+        for i in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(2):
+                r = 4 * j + 2 * h + i
+                rS[r] = cute.math.exp2(rS[r] * cx.scale_log2 - lse[i, j], fastmath=True)
+
+
+@cute.jit
+def apply_mask(cx: BwdCtx, P: cute.Tensor, m_block: Int32, lane: Lane):
+    """Zero the pairs that the mask forbids and keys that do not exist (their P may be infinite)."""
+    c, rP = cx.cfg, flat(P)
+    for h in cutlass.range_constexpr(2):
+        key = cx.n_block * c.tile_n + lane.key + lane.row + 8 * h
+        start = -m_block * c.tile_m - lane.col
+        if const_expr(cx.spec.causal):
+            start += key - (
+                cx.seqlen_k - cx.seqlen_q
+            )  # first query that sees the key, by column of this thread
+        if key >= cx.seqlen_k:
+            start = Int32(c.tile_m)
+        for j in cutlass.range_constexpr(c.tile_m // 8):
+            for i in cutlass.range_constexpr(2):
+                r = 4 * j + 2 * h + i
+                rP[r] = rP[r] if 8 * j + i >= start else Float32(0.0)
+
+
+@cute.jit
+def score_gradient(cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, sDelta: cute.Tensor, lane: Lane):
+    """dP <- P * (dP - delta), in place."""
+    rP, rdP, delta = flat(P), flat(dP), columns(sDelta, cx.cfg.tile_m, lane)
+    for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
+        for i in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(2):
+                r = 4 * j + 2 * h + i
+                rdP[r] = rP[r] * (rdP[r] - delta[i, j])
+
+
+def take_turn(cx: BwdCtx, wg):
+    """Wait until the other warpgroup has issued its block of products."""
+    cute.arch.barrier(barrier_id=cx.barrier_id("turn_0") + wg, number_of_threads=BOTH)
+
+
+def pass_turn(cx: BwdCtx, wg):
+    """Let the other warpgroup issue."""
+    other = cx.barrier_id("turn_0") + 1 - wg
+    cute.arch.barrier_arrive(barrier_id=other, number_of_threads=BOTH)
+
+
+def share_ds(cx: BwdCtx, copy: cute.TiledCopy, to: cute.Tensor, rdS: cute.Tensor):
+    """Write dS of our keys for the dQ products of both warpgroups, which follow after a turn."""
+    shape = cx.mmas.sdp.partition_shape_C((cx.cfg.tile_n, cx.cfg.tile_m))
+    source = cute.make_tensor(rdS.iterator, cute.make_layout(shape))
+    cute.copy(copy, copy.retile(source), to)
+    cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through the async proxy
+
+
+def ds_copy(cx: BwdCtx) -> cute.TiledCopy:
+    """Registers of dS^T -> sdS; rows side by side in both, so nothing is transposed."""
+    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
+    return cute.make_tiled_copy_C(cute.make_copy_atom(op, cx.smem.sdS.element_type), cx.mmas.sdp)

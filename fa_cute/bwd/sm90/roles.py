@@ -1,0 +1,230 @@
+"""The two consumer warpgroups of wide head dims, one job each, over the same 64 keys.
+
+    values   A(j): S = K Q^T    | P = exp2(S)         | B(j): dQ(j - 1) left,  dV += P dO  | ...
+    keys     A(j): dP = V dO^T  | dS = P (dP - delta) | B(j): dQ(j - 1) right, dK += dS Q  | ...
+
+dK and dV of 64 keys and 256 columns fill half the registers of a warpgroup each, so one has dV and the
+other dK, both with their left operand in registers. P goes from `values` to `keys` in 16 bits (what dV
+uses too), fragment for fragment, through shared memory.
+
+Turns on the tensor core go values, keys, values, keys; they order all there is to order about sdS and
+sP: dS(j - 1) is written before keys' B(j - 1), which is before both B(j); stage j % 2 is written again
+after keys' A(j + 2), and values' dQ(j) was complete before it passed the turn of keys' B(j + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from fa_cute.bwd.sm90.ctx import BwdCtx, warpgroup_slice
+from fa_cute.bwd.sm90.epilogue import DK, DV
+from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
+from fa_cute.bwd.sm90.products import (
+    BOTH,
+    Lane,
+    accumulator,
+    apply_mask,
+    ds_copy,
+    flat,
+    gemm,
+    operand,
+    pass_turn,
+    probabilities,
+    score_gradient,
+    share_ds,
+    take_turn,
+    transposed,
+)
+
+VALUES, KEYS = 0, 1
+
+
+@dataclass(frozen=True)
+class DqHalf:
+    """One warpgroup's columns of dQ."""
+
+    tdQrdS: Any
+    tdQrK: Any
+
+    @classmethod
+    def of(cls, cx: BwdCtx, wg: int) -> DqHalf:
+        """Descriptors."""
+        dq = warpgroup_slice(cx.mmas.dq, wg)
+        return cls(
+            dq.make_fragment_A(dq.partition_A(cx.smem.sdS)),
+            dq.make_fragment_B(dq.partition_B(transposed(cx.smem.sK))),
+        )
+
+    def issue(self, cx: BwdCtx, m_block) -> cute.Tensor:
+        """dQ = dS K of a step, issued; its registers."""
+        dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
+        gemm(cx.mmas.dq, dQ, self.tdQrdS[None, None, None, m_block % 2], self.tdQrK, False)
+        return dQ
+
+    @cute.jit
+    def last(self, cx: BwdCtx, m_block, lane: Lane):
+        """dQ of the last query block. Nobody takes a turn after keys'."""
+        take_turn(cx, lane.wg)
+        if const_expr(lane.wg == VALUES):
+            pass_turn(cx, lane.wg)
+        dQ = self.issue(cx, m_block)
+        warpgroup.wait_group(0)
+        cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
+
+
+def exchange(cx: BwdCtx, lane: Lane) -> cute.Tensor:
+    """A thread's P in sP: 16-byte vectors, threads side by side."""
+    num = cx.cfg.tile_m // 2
+    start = (cx.smem.sP[None, 0].iterator + lane.t * 8).align(16)
+    return cute.make_tensor(
+        start, cute.make_layout((8, num // 8), stride=(1, 8 * WARPGROUP_THREADS))
+    )
+
+
+def vectors(fragment: cute.Tensor) -> cute.Tensor:
+    """Registers in the shape of `exchange`."""
+    return cute.make_tensor(fragment.iterator, cute.make_layout((8, cute.size(fragment) // 8)))
+
+
+@dataclass(frozen=True)
+class Values:
+    """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full, turn_1,
+    dq_full_0, releases load_q, load_do."""
+
+    epilogue: Any
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        c, m = cx.cfg, cx.mmas
+        t = cute.arch.thread_idx()[0] - c.warps["values"].start * 32
+        lane = Lane(VALUES, t, 0)
+        sdp, dv = warpgroup_slice(m.sdp, 0), warpgroup_slice(m.dv, 0)
+        tSrK = sdp.make_fragment_A(sdp.partition_A(cx.smem.sK))
+        tSrQ = sdp.make_fragment_B(sdp.partition_B(cx.smem.sQ))
+        tdVrdO = dv.make_fragment_B(dv.partition_B(transposed(cx.smem.sdO)))
+        half = DqHalf.of(cx, VALUES)
+        dV = accumulator(m.dv, c.tile_n, c.head_dim_v)
+        k = cx.pipes.load_k.make_consumer()
+        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        k.wait()
+        blocks = cx.q_blocks()
+        operands = (tSrK, tSrQ, tdVrdO, half)
+        handles = (q.wait_and_advance(), do.wait_and_advance())
+        self.step(cx, operands, dV, (blocks.lo, *handles), lane, True)
+        for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
+            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+            self.step(cx, operands, dV, (m_block, q_full, do_full), lane, False)
+        half.last(cx, blocks.hi - 1, lane)
+        self.epilogue.run(cx, ((DV, dV),), lane, t)
+
+    @cute.jit
+    def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, first: cutlass.Constexpr[bool]):
+        """One query block."""
+        tSrK, tSrQ, tdVrdO, half = operands
+        m_block, q_full, do_full = at
+        S = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
+        take_turn(cx, VALUES)
+        gemm(cx.mmas.sdp, S, tSrK, tSrQ[None, None, None, q_full.index], False)
+        pass_turn(cx, VALUES)
+        warpgroup.wait_group(0)
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
+        q_full.release()
+        blocks = cx.q_blocks()
+        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+            apply_mask(cx, S, m_block, lane)
+        rP = operand(cx, S, cx.mmas.dv)
+        cute.autovec_copy(vectors(rP), exchange(cx, lane))
+        p_full = cx.barrier_id("p_full")
+        cute.arch.barrier_arrive(barrier_id=p_full, number_of_threads=BOTH)
+
+        take_turn(cx, VALUES)
+        if const_expr(not first):
+            dQ = half.issue(cx, m_block - 1)
+        gemm(cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index], not first)
+        if const_expr(not first):
+            warpgroup.wait_group(1)  # dQ
+        pass_turn(cx, VALUES)
+        if const_expr(not first):
+            cx.writer.hand_over(cx, dQ, m_block - 1, lane, VALUES)
+        warpgroup.wait_group(0)  # dV
+        do_full.release()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals turn_0,
+    dq_full_1, releases load_q, load_do."""
+
+    epilogue: Any
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        c, m = cx.cfg, cx.mmas
+        t = cute.arch.thread_idx()[0] - c.warps["keys"].start * 32
+        lane = Lane(KEYS, t, 0)
+        sdp, dk = warpgroup_slice(m.sdp, 0), warpgroup_slice(m.dk, 0)
+        tdPrV = sdp.make_fragment_A(sdp.partition_A(cx.smem.sV))
+        tdPrdO = sdp.make_fragment_B(sdp.partition_B(cx.smem.sdO))
+        tdKrQ = dk.make_fragment_B(dk.partition_B(transposed(cx.smem.sQ)))
+        half, copy = DqHalf.of(cx, KEYS), ds_copy(cx)
+        tdSsdS = copy.get_slice(t).partition_D(transposed(cx.smem.sdS))
+        dK = accumulator(m.dk, c.tile_n, c.head_dim)
+        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
+        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        pass_turn(cx, KEYS)  # the first turn is values'
+        k.wait()
+        v.wait()
+        blocks = cx.q_blocks()
+        operands = (tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS)
+        handles = (q.wait_and_advance(), do.wait_and_advance())
+        self.step(cx, operands, dK, (blocks.lo, *handles), lane, True)
+        for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
+            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+            self.step(cx, operands, dK, (m_block, q_full, do_full), lane, False)
+        half.last(cx, blocks.hi - 1, lane)
+        self.epilogue.run(cx, ((DK, dK),), lane, t)
+
+    @cute.jit
+    def step(self, cx: BwdCtx, operands, dK, at, lane: Lane, first: cutlass.Constexpr[bool]):
+        """One query block."""
+        tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS = operands
+        m_block, q_full, do_full = at
+        dP = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
+        take_turn(cx, KEYS)
+        gemm(cx.mmas.sdp, dP, tdPrV, tdPrdO[None, None, None, do_full.index], False)
+        pass_turn(cx, KEYS)
+        warpgroup.wait_group(0)
+        P = self.probabilities(cx, lane)
+        score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
+        do_full.release()
+        rdS = operand(cx, dP, cx.mmas.dk)
+        share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
+
+        take_turn(cx, KEYS)
+        if const_expr(not first):
+            dQ = half.issue(cx, m_block - 1)
+        gemm(cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index], not first)
+        if const_expr(not first):
+            warpgroup.wait_group(1)  # dQ
+        pass_turn(cx, KEYS)
+        if const_expr(not first):
+            cx.writer.hand_over(cx, dQ, m_block - 1, lane, KEYS)
+        warpgroup.wait_group(0)  # dK
+        q_full.release()
+
+    @cute.jit
+    def probabilities(self, cx: BwdCtx, lane: Lane):
+        """P from values, widened; values writes the next one only after our B of this step."""
+        p_full = cx.barrier_id("p_full")
+        cute.arch.barrier(barrier_id=p_full, number_of_threads=BOTH)
+        rP = cute.make_rmem_tensor(cx.cfg.tile_m // 2, cx.smem.sP.element_type)
+        cute.autovec_copy(exchange(cx, lane), vectors(rP))
+        P = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
+        flat(P).store(rP.load().to(P.element_type))
+        return P
