@@ -38,6 +38,15 @@ def constant_waits(ptx: str) -> list[str]:
     return found
 
 
+def constants(ptx: str) -> dict[str, int]:
+    """Registers that only ever hold one constant."""
+    return {
+        register: int(next(iter(values)).rstrip("U"), 0)
+        for register, values in _values(ptx).items()
+        if len(values) == 1
+    }
+
+
 def waits_in_loops(ptx: str) -> int:
     """How many waits lie inside a loop: a check that found nothing should have looked at some."""
     return len(_waits(ptx))
