@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arch import ARCHS, Arch
 from .errors import UnsupportedError
-from .fwd.args import FwdSpec
+from .fwd.args import Exp2Split, FwdSpec
 from .fwd.sm100.plan import FwdConfig as FwdSm100Config
 
 if TYPE_CHECKING:
@@ -51,21 +51,25 @@ class Row:
 
 
 def _sm100_forward() -> tuple[Row, ...]:
-    """Register budgets and the share of exp2 on the FMA pipe, per head dim and mask.
+    """The share of exp2 that the multiply-add units take, per head dim and mask.
 
-    sm_103a has twice the exponential units of sm_100a and computes all of them there.
+    sm_103a has twice the exponential units of sm_100a and computes all of them there. Head dim 64
+    has half the tensor work per exponential, so it moves more. Registers: the MMA warp needs 56
+    (below that its descriptors spill), softmax none above 184, correction 72.
     """
+    emulated = {64: (8, 8), 96: (10, 16), 128: (10, 16)}  # period for full, for causal
     rows = []
     for arch in ("sm_100a", "sm_103a"):
         for head_dim in (64, 96, 128):
-            softmax = 200 if head_dim < 96 else 192
-            for causal, correction in ((True, 72), (False, 80)):
+            for causal in (True, False):
+                period = emulated[head_dim][causal] if arch == "sm_100a" else 0
                 cfg = FwdSm100Config(
                     arch=arch,
                     head_dim=head_dim,
                     head_dim_v=head_dim,
-                    softmax_regs=softmax,
-                    correction_regs=64 if head_dim < 96 else correction,
+                    softmax_regs=192,
+                    correction_regs=72,
+                    exp2=Exp2Split(period, emulated=4, start=1),
                     scheduler="lpt" if causal else "persistent",
                 )
                 rows.append(Row((arch,), head_dim, head_dim, causal, cfg))

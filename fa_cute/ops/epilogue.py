@@ -47,7 +47,7 @@ def swizzled_row(sO: cute.Tensor, layout, row) -> SwizzledRow:
 
 @cute.jit
 def scale_rows(rows: cute.Tensor, thread, factor: Float32, chunk: cutlass.Constexpr = 16):
-    """Multiply this thread's row in tensor memory by `factor`; the caller waits for the stores."""
+    """Multiply this thread's row in tensor memory by `factor`; returns when it is stored."""
     load, src = tmem.source(tmem.load_op(chunk), rows, thread)
     store, dst = tmem.target(tmem.store_op(chunk), rows, thread)
     coords = cute.make_identity_tensor(rows.shape)
@@ -55,10 +55,10 @@ def scale_rows(rows: cute.Tensor, thread, factor: Float32, chunk: cutlass.Conste
     for i in cutlass.range_constexpr(rows.shape[1] // chunk):
         row = cute.make_rmem_tensor(shape, Float32)
         cute.copy(load, src[None, None, i], row)
-        cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(0, chunk, 2):
             row[j], row[j + 1] = cute.arch.mul_packed_f32x2((row[j], row[j + 1]), (factor, factor))
         cute.copy(store, row, dst[None, None, i])
+    cute.arch.fence_view_async_tmem_store()
 
 
 @cute.jit
@@ -81,14 +81,14 @@ def rows_to_smem(
     for i in cutlass.range_constexpr(rows.shape[1] // CHUNK):
         row = cute.make_rmem_tensor(shape, Float32)
         cute.copy(load, src[None, None, i], row)
+        # One chunk after the other: more of them in flight would not fit in the registers.
         cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(0, CHUNK, 2):
             x, y = cute.arch.mul_packed_f32x2((row[j], row[j + 1]), (factor, factor))
             row[j] = cutlass.select_(has_keys, x, Float32(0.0))
             row[j + 1] = cutlass.select_(has_keys, y, Float32(0.0))
-        _store_chunk(
-            cute.make_tensor(row.iterator, cute.make_layout(CHUNK)), out, offset, element, i
-        )
+        plain = cute.make_tensor(row.iterator, cute.make_layout(CHUNK))
+        _store_chunk(plain, out, offset, element, i)
 
 
 @cute.jit

@@ -82,13 +82,13 @@ def add_exponent(fraction, exponent_bits, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def bits_below(n, *, loc=None, ip=None) -> Int32:
-    """Word whose ``n`` low bits are set; ``n`` is clamped to 0..32 by the instruction itself."""
+def low_ones(absent, *, loc=None, ip=None) -> Int32:
+    """Word whose low ``32 - absent`` bits are set; from 32 absent bits on it is 0."""
     return Int32(
         _asm(
             T.i32(),
-            [Int32(n).ir_value(loc=loc, ip=ip)],
-            "{\n.reg .b32 m;\nshl.b32 m, -1, $1;\nnot.b32 $0, m;\n}",
+            [Int32(absent).ir_value(loc=loc, ip=ip)],
+            "shr.u32 $0, 0xffffffff, $1;",
             "=r,r",
             loc=loc,
             ip=ip,

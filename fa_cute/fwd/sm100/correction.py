@@ -50,7 +50,6 @@ class Correction:
                     stat.release()
                     if cute.arch.vote_any_sync(factor < 1.0):
                         epilogue.scale_rows(tO[t], thread, factor)
-                        cute.arch.fence_view_async_tmem_store()
                     cx.pipes.softmax_p.signal(t)
             if visited:
                 for t in cutlass.range_constexpr(Q_TILES):

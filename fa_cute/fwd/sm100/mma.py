@@ -54,7 +54,6 @@ class Mma:
                 k_first.release()
                 for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                     v_full = kv.wait_and_advance()
-                    k_full = kv.wait_and_advance()
                     adds = Int32(i != 0)
                     for t in cutlass.range_constexpr(Q_TILES):
                         # softmax t wrote P, and correction brought O to the new maximum
@@ -64,6 +63,8 @@ class Mma:
                         umma.product_ts(O[t], P[t], opV, v_full.index, idesc_pv, 1, head, steps)
                         if const_expr(t == Q_TILES - 1):
                             v_full.release()
+                        if const_expr(t == 0):
+                            k_full = kv.wait_and_advance()
                         # In order behind the product that reads P t, which lies over S t.
                         umma.product_ss(S[t], opQ, t, opK, k_full.index, idesc_qk)
                         mma_s.signal(t)

@@ -99,10 +99,11 @@ class Softmax:
         x_t2r, x = tmem.row_registers(load.partition_D, tS)  # the row: scores, then exponentials
         s.wait_and_advance()
         cute.copy(load, src, x_t2r)
-        cute.arch.fence_view_async_tmem_load()
         if const_expr(masked):
             mask_above(x, row.k_hi - n_block * n)
         new = softmax.row_max(x, maximum)
+        # Registers are ready as their values are used; this orders the reads before our signals.
+        cute.arch.fence_view_async_tmem_load()
         factor = Float32(0.0)
         if const_expr(first):
             maximum = new
@@ -141,7 +142,7 @@ class Softmax:
 def mask_above(x: cute.Tensor, limit: Int32):
     """Set the registers of `x` from index `limit` on to -inf, by one bit mask per 32 registers."""
     for w in cutlass.range_constexpr(cute.size(x.shape) // 32):
-        keep = ptx.bits_below(cutlass.max(limit - w * 32, 0))
+        keep = ptx.low_ones(cutlass.max((w + 1) * 32 - limit, 0))
         for j in cutlass.range_constexpr(32):
             seen = (keep & Int32(1 << j if j < 31 else -(1 << 31))) != 0
             x[w * 32 + j] = cutlass.select_(seen, x[w * 32 + j], -Float32.inf)
