@@ -49,28 +49,50 @@ def variant(d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", 
 def shapes():
     """Tiles, teams, turns and orders."""
     long, short = (1024, 16384), (1024, 16384)
-    yield variant(64, teams=3, seqlens=long, early_pass=0)
-    yield variant(64, teams=3, seqlens=long)
-    yield variant(64, teams=3, seqlens=long, take_turns=False, checks=False)
-    yield variant(64, teams=3, seqlens=long, scheduler="single", early_pass=0, checks=False)
-    yield variant(64, teams=3, seqlens=long, tile_n=112, early_pass=0, checks=False)
-    yield variant(64, teams=2, seqlens=long, tile_n=176, early_pass=0, checks=False)
-    yield variant(64, teams=2, seqlens=long, tile_n=224, early_pass=0, checks=False)
-    yield variant(128, teams=2, seqlens=long, early_pass=0)
-    yield variant(128, teams=2, seqlens=long, early_pass=2, checks=False)
-    wide = {"teams": 2, "q_stages": 1, "seqlens": long}
-    for n in (160, 176, 192):
-        yield variant(128, tile_n=n, scheduler="single", early_pass=0, **wide)
-    yield variant(128, tile_n=176, scheduler="single", early_pass=1, checks=False, **wide)
-    yield variant(128, tile_n=176, scheduler="single", take_turns=False, checks=False, **wide)
-    yield variant(128, tile_n=176, scheduler="lpt_persistent", early_pass=0, **wide)
-    yield variant(128, teams=3, tile_n=80, early_pass=0, seqlens=long)
-    yield variant(128, teams=3, tile_n=96, early_pass=0, seqlens=long, checks=False)
+    three = {"teams": 3, "seqlens": long}
+    yield variant(64, early_pass=0, **three)
+    yield variant(64, early_pass=2, checks=False, **three)
+    yield variant(64, take_turns=False, checks=False, **three)
+    yield variant(64, scheduler="single", early_pass=0, checks=False, **three)
+    yield variant(64, tile_n=112, early_pass=0, checks=False, **three)
     for early in (0, 2):
-        yield variant(256, tile_n=80, scheduler="single", early_pass=early, **wide)
-    yield variant(256, tile_n=80, scheduler="single", take_turns=False, checks=False, **wide)
+        yield variant(
+            64, tile_n=96, early_pass=early, scores_first=True, checks=early == 0, **three
+        )
+    two = {"teams": 2, "seqlens": long}
+    for n in (160, 224):
+        yield variant(64, tile_n=n, early_pass=0, checks=False, **two)
+    for n in (128, 176):
+        yield variant(64, tile_n=n, early_pass=0, scores_first=True, checks=False, **two)
+    for early in (0, 2):
+        yield variant(128, early_pass=early, checks=False, **two)
+    for early in (0, 1, 3):
+        yield variant(128, early_pass=early, scores_first=True, checks=early == 0, **two)
+    yield variant(128, take_turns=False, scores_first=True, checks=False, **two)
+    wide = {"teams": 2, "q_stages": 1, "seqlens": long}
+    for n in (144, 160, 176):
+        yield variant(128, tile_n=n, scheduler="single", early_pass=0, checks=n == 176, **wide)
+    for n in (144, 160):
+        yield variant(
+            128, tile_n=n, scheduler="single", early_pass=0, scores_first=True, checks=False, **wide
+        )
+    yield variant(128, tile_n=160, scheduler="single", take_turns=False, checks=False, **wide)
+    yield variant(128, tile_n=160, scheduler="lpt_persistent", early_pass=0, checks=False, **wide)
+    yield variant(128, tile_n=80, early_pass=0, **three)
+    for first in (False, True):
+        for turns in (False, True):
+            yield variant(
+                256,
+                tile_n=80,
+                scheduler="single",
+                early_pass=0,
+                scores_first=first,
+                take_turns=turns,
+                checks=first == turns,
+                **wide,
+            )
     for scheduler in ("lpt", "lpt_persistent"):
-        for d, teams, n in ((64, 3, 128), (64, 2, 128), (64, 2, 192), (128, 2, 128)):
+        for d, teams, n in ((64, 3, 128), (64, 2, 128), (128, 2, 128)):
             yield variant(
                 d,
                 teams=teams,
@@ -80,17 +102,9 @@ def shapes():
                 seqlens=short,
                 early_pass=0,
             )
-    for n in (128, 176):
-        yield variant(
-            128,
-            teams=2,
-            tile_n=n,
-            q_stages=1,
-            causal=True,
-            scheduler="lpt",
-            early_pass=0,
-            seqlens=short,
-        )
+    yield variant(
+        128, teams=2, causal=True, scheduler="lpt", scores_first=True, early_pass=0, seqlens=short
+    )
     yield variant(
         256,
         tile_n=80,

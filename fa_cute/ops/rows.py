@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from . import ptx
@@ -59,6 +60,31 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
             "fma.rn.f32 $0, $1, $2, $3;",
             "=f,f,f,f",
             has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def pinned(x, *, loc=None, ip=None):
+    """A copy of an Int32 or Float32 that is made here: neither it nor what it waits for crosses a wait
+    for wgmma, in the compiler's hands, that stands before or after it.
+
+    The compiler does not know that a wgmma still reads its operands after it was issued. Without this it
+    would compute the next left operand in the very registers that the tensor core is reading.
+    """
+    kind = type(x)
+    letter = "f" if kind is Float32 else "r"
+    return kind(
+        llvm.inline_asm(
+            kind.mlir_type,
+            [x.ir_value(loc=loc, ip=ip)],
+            "mov.b32 $0, $1;",
+            f"={letter},{letter}",
+            has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
             loc=loc,
@@ -167,18 +193,28 @@ def restart(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, ref, s
 
 
 @cute.jit
-def extend(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, spec):
-    """A further block: P and the new state (references, sums); O is rescaled only by `restart`."""
-    dtype = spec.element
-    limit = SUM_LIMIT[spec.dtype]
+def extend(acc: cute.Tensor, p: cute.Tensor, scale_log2, state, dtype):
+    """P of a further block by the references that the rows have; returns the sums of this block."""
+    return exponentials(acc, p, scale_log2, (state[0], state[1]), dtype)
+
+
+@cute.jit
+def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, part, spec):
+    """Take what `extend` made, or `restart` where a sum is too large; returns the new state.
+
+    Only the latter touches O. The choice is a warp's: every lane keeps its references, or none.
+    """
     ref0, ref1, sum0, sum1 = state
-    part = exponentials(acc, p, scale_log2, (ref0, ref1), dtype)
+    limit = SUM_LIMIT[spec.dtype]
     fits = (part[0] <= limit) & (part[1] <= limit)  # false for NaN
     if cute.arch.vote_all_sync(fits):
         sum0 = sum0 + part[0]
         sum1 = sum1 + part[1]
     else:
-        ref0, ref1, sum0, sum1 = restart(acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), dtype)
+        warpgroup.wait_group(0)  # a product with O may still be in flight
+        ref0, ref1, sum0, sum1 = restart(
+            acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), spec.element
+        )
     return ref0, ref1, sum0, sum1
 
 

@@ -25,6 +25,7 @@ class Team:
     S: cute.Tensor  # fp32 scores of a block
     P: cute.Tensor  # left operand of P V
     P_pairs: cute.Tensor  # the same registers as pairs
+    P_new: cute.Tensor  # pairs of the next P; others only if P V may still read the old one
     O: cute.Tensor  # fp32
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K, SLAB)
     tSrK: cute.Tensor  # (MMA, MMA_N, MMA_K, STAGE)
@@ -37,13 +38,15 @@ def _team(cx: FwdCtx) -> Team:
     thread = cute.arch.thread_idx()[0] - TEAM_THREADS
     index = cute.arch.make_warp_uniform(thread // TEAM_THREADS)
     P = wgmma.fragment_a(a.pv, c.tile_n)
+    pairs = cute.recast_tensor(P, Int32)
     return Team(
         index=index,
         thread=thread % TEAM_THREADS,
         warp=cute.arch.make_warp_uniform(thread % TEAM_THREADS // 32),
         S=wgmma.accumulator(a.qk, c.tile_n),
         P=P,
-        P_pairs=cute.recast_tensor(P, Int32),
+        P_pairs=pairs,
+        P_new=cute.make_rmem_tensor_like(pairs) if c.scores_first else pairs,
         O=wgmma.accumulator(a.pv, c.head_dim_v),
         tSrQ=wgmma.operand_a(a.qk, cx.smem.sQ),
         tSrK=wgmma.operand_b(a.qk, cx.smem.sK),
@@ -70,29 +73,48 @@ def _pass_turn(cx: FwdCtx, t: Team):
 
 
 @cute.jit
+def _scores(cx: FwdCtx, t: Team, slab, k_slot, last: bool):
+    """Issue S = Q K^T; ``last``: of this turn, which is passed on near its end."""
+    n = const_expr(cute.size(t.tSrQ.shape[2]))
+    tail = const_expr(cx.cfg.early_pass if last else 0)
+    Q, K = t.tSrQ[None, None, None, slab], t.tSrK[None, None, None, k_slot]
+    wgmma.issue(cx.args.qk, t.S, Q, K, False, range(n - tail))
+    if const_expr(last):
+        _pass_turn(cx, t)
+        wgmma.issue(cx.args.qk, t.S, Q, K, True, range(n - tail, n))
+    warpgroup.commit_group()
+
+
+@cute.jit
+def _output(cx: FwdCtx, t: Team, v_slot, accumulate, last: bool):
+    """Issue O (+)= P V; ``last`` as in `_scores`."""
+    n = const_expr(cute.size(t.P.shape[2]))
+    tail = const_expr(cx.cfg.early_pass if last else 0)
+    V = t.tOrV[None, None, None, v_slot]
+    wgmma.issue(cx.args.pv, t.O, t.P, V, accumulate, range(n - tail))
+    if const_expr(last):
+        _pass_turn(cx, t)
+        wgmma.issue(cx.args.pv, t.O, t.P, V, True, range(n - tail, n))
+    warpgroup.commit_group()
+
+
+@cute.jit
 def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
-    """One turn on the tensor pipe, complete on return: O (+)= P V of ``v_slot``, then S = Q K^T of
-    ``k_slot``; a slot that is None leaves its product out.
+    """One turn on the tensor pipe: O (+)= P V of ``v_slot`` and S = Q K^T of ``k_slot``; a slot that is None
+    leaves its product out. All of it is complete on return, or only S with `scores_first`.
     """
-    a, early = cx.args, const_expr(cx.cfg.early_pass)
+    first = const_expr(cx.cfg.scores_first)
     _wait_turn(cx, t)
     warpgroup.fence()
+    if const_expr(first and k_slot is not None):
+        _scores(cx, t, slab, k_slot, v_slot is None)
     if const_expr(v_slot is not None):
-        n = const_expr(cute.size(t.P.shape[2]))
-        tail = const_expr(early if k_slot is None else 0)
-        V = t.tOrV[None, None, None, v_slot]
-        wgmma.issue(a.pv, t.O, t.P, V, accumulate, range(n - tail))
-        if const_expr(k_slot is None):
-            _pass_turn(cx, t)
-            wgmma.issue(a.pv, t.O, t.P, V, True, range(n - tail, n))
-    if const_expr(k_slot is not None):
-        n = const_expr(cute.size(t.tSrQ.shape[2]))
-        Q, K = t.tSrQ[None, None, None, slab], t.tSrK[None, None, None, k_slot]
-        wgmma.issue(a.qk, t.S, Q, K, False, range(n - early))
-        _pass_turn(cx, t)
-        wgmma.issue(a.qk, t.S, Q, K, True, range(n - early, n))
-    warpgroup.commit_group()
-    warpgroup.wait_group(0)
+        _output(cx, t, v_slot, accumulate, first or k_slot is None)
+    if const_expr(not first and k_slot is not None):
+        _scores(cx, t, slab, k_slot, True)
+    warpgroup.wait_group(
+        1 if const_expr(first and k_slot is not None and v_slot is not None) else 0
+    )
 
 
 @cute.jit
@@ -229,13 +251,22 @@ class Consumer:
                 n_block = blocks.hi - 2 - i
                 v_full, k_full = v.wait_and_advance(), k.wait_and_advance()
                 _turn(cx, t, slab, k_full.index, v_full.index, i != 0)
-                v_full.release()
                 k_full.release()
+                if const_expr(not c.scores_first):
+                    v_full.release()
                 if n_block >= blocks.full_hi:
                     _mask(cx, t, tile, n_block)
-                ref0, ref1, sum0, sum1 = rows.extend(
-                    t.S, t.P_pairs, t.O, scale_log2, (ref0, ref1, sum0, sum1), cx.spec
+                state = (ref0, ref1, sum0, sum1)
+                part = rows.extend(t.S, t.P_new, scale_log2, state, dtype)
+                ref0, ref1, sum0, sum1 = rows.accept(
+                    t.S, t.P_new, t.O, scale_log2, state, part, cx.spec
                 )
+                if const_expr(c.scores_first):
+                    # Behind the branch of `accept`, where the compiler cannot pull it before the exponentials.
+                    warpgroup.wait_group(0)  # P V is done with the old P
+                    v_full.release()
+                    for r in cutlass.range_constexpr(cute.size(t.P_new.shape)):
+                        t.P_pairs[r] = rows.pinned(t.P_new[r])
             several = blocks.hi - blocks.lo > 1
             sched = sched.next()
             after = sched.tile()
@@ -249,6 +280,7 @@ class Consumer:
                 q_next, k_next = q.current_handle(), k.current_handle()
                 next_slab = q_next.index * c.teams + t.index
                 _turn(cx, t, next_slab, k_next.index, v_full.index, several)
+                warpgroup.wait_group(0)
                 if after.valid:
                     k.release()
                     k.advance()

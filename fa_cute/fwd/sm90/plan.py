@@ -77,6 +77,7 @@ class FwdConfig:
     early_pass: int = (
         2  # wgmmas of its turn that a team still has to issue when it lets the next one start
     )
+    scores_first: bool = False  # in a turn S before O, so that softmax of S runs beside P V
     take_turns: bool = True  # False: teams issue whenever they can
     num_sms: int | None = None  # None: the architecture's usual part
 
