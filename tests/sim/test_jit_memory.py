@@ -227,8 +227,9 @@ def test_generic_addresses_choose_the_space():
 
 def test_parameters():
     params = np.arange(64, dtype=np.uint8) + 1
-    body = """ld.param.b64 %rd1, [p0]; ld.param.v4.b32 {%r1, %r2, %r3, %r4}, [p1+16]; ld.param.v2.b8 {%rs1, %rs2}, [p1+2];
-    mov.b64 %rd2, p1; cvta.param.u64 %rd3, %rd2; ld.global.b32 %r5, [%rd3+4]; ld.param.b32 %r6, [%rd2+4];"""
+    body = """ld.param.b64 %rd1, [p0]; ld.param.v4.b32 {%r1, %r2, %r3, %r4}, [p1+16];
+    ld.param.v2.b8 {%rs1, %rs2}, [p1+2]; mov.b64 %rd2, p1; cvta.param.u64 %rd3, %rd2;
+    ld.global.b32 %r5, [%rd3+4]; ld.param.b32 %r6, [%rd2+4];"""
     extents = np.array([[params.ctypes.data, params.ctypes.data + 64]], np.uint64)
     warp, *_ = make(body, params=params, extents=extents)
     finish(warp)
@@ -292,3 +293,56 @@ def test_unknown_forms_name_the_line():
         t.program("add.rq.f32 %r1, %r2, %r3;")
     with pytest.raises(UnknownInstructionError, match="%rd1"):
         t.program("add.s32 %r1, %rd1, %r3;")
+
+
+def fragment(tile: np.ndarray, transposed: bool) -> np.ndarray:
+    """Register of an 8x8 matrix of halves, lane by lane as the ISA's tables say."""
+    out = np.zeros((32, 2), np.uint16)
+    for lane in range(32):
+        for half in range(2):
+            row, col = lane // 4, 2 * (lane % 4) + half
+            out[lane, half] = tile[col, row] if transposed else tile[row, col]
+    return out.view(np.uint32)[:, 0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_matrices(number, trans):
+    gen = np.random.default_rng(number)
+    tiles = gen.integers(0, 1 << 16, (number, 8, 8)).astype(np.uint16)
+    regs = "{" + ", ".join(f"%r{i + 1}" for i in range(number)) + "}"
+    more = "{" + ", ".join(f"%r{i + 11}" for i in range(number)) + "}"
+    kind = f"sync.aligned.m8n8.x{number}{trans}.shared.b16"
+    body = f"ldmatrix.{kind} {regs}, [%r50+32]; stmatrix.{kind} [%r51], {regs}; "
+    body += f"mov.b32 %r11, %r52; ldmatrix.{kind} {more}, [%r11]; "
+    body += "movmatrix.sync.aligned.m8n8.trans.b16 %r40, %r1;"
+    warp, smem, shadow = make(body)
+    places = gen.permutation(64)[: 8 * number] * 16
+    for i, at in enumerate(places):
+        smem[0][BASE + 32 + at : BASE + 48 + at] = tiles.reshape(-1, 8)[i].view(np.uint8)
+        shadow[0][BASE + 32 + at : BASE + 48 + at] = 1
+    t.set_rows(warp, "%r50", np.resize(addresses(places), 32))
+    t.set_rows(warp, "%r51", np.resize(addresses(2048 + places), 32))
+    t.set_rows(warp, "%r52", np.resize(addresses(2048 + places), 32))
+    finish(warp)
+    for i in range(number):
+        want = fragment(tiles[i], bool(trans))
+        assert (t.rows_of(warp, f"%r{i + 1}") == want).all()
+        assert (t.rows_of(warp, f"%r{i + 11}") == want).all()
+    for i, at in enumerate(places):
+        at += BASE + 2048
+        assert (smem[0][at : at + 16].view(np.uint16) == tiles.reshape(-1, 8)[i]).all()
+        assert shadow[0][at : at + 16].all()
+    first = t.rows_of(warp, "%r1").view(np.uint16).reshape(8, 8)
+    assert (t.rows_of(warp, "%r40") == fragment(first, True)).all()
+    assert warp.ctx.unset_count == 0
+
+
+def test_matrices_need_a_whole_warp_and_written_rows():
+    kind = "sync.aligned.m8n8.x4.shared.b16"
+    warp, *_ = make(f"ldmatrix.{kind} {{%r1, %r2, %r3, %r4}}, [%r50];")
+    t.set_rows(warp, "%r50", addresses(np.arange(32) * 16))
+    finish(warp)
+    assert warp.ctx.unset_count == 32
+    warp.start(0xFFFF)
+    assert warp.run() >> 60 == jit.KIND_ERROR and isinstance(warp.error(), MisuseError)

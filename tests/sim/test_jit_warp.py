@@ -65,7 +65,8 @@ def test_loop_with_a_trip_count_per_lane():
 
 
 def test_nested_branches_meet_again():
-    body = """and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; and.b32 %r2, %r1, 2; setp.eq.u32 %p2, %r2, 0;
+    body = """and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0;
+    and.b32 %r2, %r1, 2; setp.eq.u32 %p2, %r2, 0;
     @%p1 bra EVEN;
     @%p2 bra ODD0;
     mov.b32 %r3, 3; activemask.b32 %r4; bra JOIN1;
@@ -228,9 +229,12 @@ def test_shuffles(mode, width):
 
 def test_votes_matches_and_election():
     yes = (LANE % 3 == 0).astype(np.uint32)
-    body = """vote.sync.ballot.b32 %r1, %p1, -1; vote.sync.all.pred %p2, %p1, -1; vote.sync.any.pred %p3, %p1, -1;
-    vote.sync.uni.pred %p4, %p1, -1; vote.sync.ballot.b32 %r2, !%p1, -1; elect.sync %r3|%p5, -1; elect.sync _|%p6, -1;
-    match.any.sync.b32 %r4, %r10, -1; match.all.sync.b32 %r5|%p7, %r10, -1; match.all.sync.b32 %r6|%p8, %r11, -1;"""
+    body = """vote.sync.ballot.b32 %r1, %p1, -1; vote.sync.all.pred %p2, %p1, -1;
+    vote.sync.any.pred %p3, %p1, -1;
+    vote.sync.uni.pred %p4, %p1, -1; vote.sync.ballot.b32 %r2, !%p1, -1;
+    elect.sync %r3|%p5, -1; elect.sync _|%p6, -1;
+    match.any.sync.b32 %r4, %r10, -1; match.all.sync.b32 %r5|%p7, %r10, -1;
+    match.all.sync.b32 %r6|%p8, %r11, -1;"""
     body = body.replace("match.any.sync", "match.sync.any").replace(
         "match.all.sync", "match.sync.all"
     )

@@ -16,11 +16,15 @@ from fa_cute.sim.ptx import Instr, Kernel
 
 # Instructions with a handler that native code executes as well.
 _NATIVE = ("fence", "membar", "griddepcontrol", "prefetch", "prefetchu")
+_NATIVE_FORMS = ("ldmatrix", "stmatrix", "movmatrix")  # the common ones of many
 
 
 def native(instr: Instr) -> bool:
     """Whether native code takes an instruction that also has a handler."""
-    return instr.op == "bar.warp.sync" or instr.parts[0] in _NATIVE
+    name = instr.parts[0]
+    if name in _NATIVE or instr.op == "bar.warp.sync":
+        return True
+    return name in _NATIVE_FORMS and supports(instr)
 
 
 def build(

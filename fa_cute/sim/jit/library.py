@@ -14,6 +14,7 @@ from fa_cute.sim.jit import (  # noqa: F401  (the modules register their instruc
     integers,
     interpreter,
     math,
+    matrix,
     memory,
     moves,
     warp,
@@ -71,7 +72,7 @@ class Library:
         self.run_address = 0
 
     def _load(self, name: str, keys: list[str], extra=lambda: "") -> engine.Loaded:
-        loops = engine.LOOPS if name in ("loop", "memory", "warp") else engine.STRAIGHT
+        loops = engine.LOOPS if name in ("loop", "memory", "warp", "matrix") else engine.STRAIGHT
         blob = engine.cached_object(name, lambda: module_text(keys, extra()), loops)
         loaded = engine.Loaded(blob)
         self.loaded.append(loaded)

@@ -166,13 +166,13 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return [(o, min(8, size)) for o in range(0, size, 8)]
 
 
-def _mark(f: Fn, address: Val, size: int) -> None:
+def mark_valid(f: Fn, address: Val, size: int) -> None:
     pointer = _valid_pointer(f, address)
     for offset, width in _pieces(size):
         f.store(f.const(_ONES & ((1 << 8 * width) - 1), f"i{8 * width}"), pointer.gep(offset), 1)
 
 
-def _check_valid(f: Fn, lane: Val, address: Val, size: int) -> None:
+def check_valid(f: Fn, lane: Val, address: Val, size: int) -> None:
     pointer = _valid_pointer(f, address)
     complete = None
     for offset, width in _pieces(size):
@@ -242,7 +242,7 @@ def _cell(f: Fn, slot: int, lane: Val, width: int) -> Val:
     return f.row(slot).gep(lane.int("i64").shl(3 if width == 64 else 2))
 
 
-def _translate(f: Fn, helper: str, lane: Val, address: Val, size: int) -> Val:
+def translate(f: Fn, helper: str, lane: Val, address: Val, size: int) -> Val:
     pointer = f.call(helper, [f.ctx, lane, address, f.const(size, "i64")], PTR)
     null = f.emit(f"llvm.mlir.zero : {PTR}", PTR)
     failed = f.emit(f'llvm.icmp "eq" {pointer.name}, {null.name} : {PTR}', "i1")
@@ -265,8 +265,8 @@ def load(form: Form) -> Spec:
     def emit(f: Fn) -> None:
         with f.each_lane() as lane:
             address = _address(f, count, lane, base_width)
-            pointer = _translate(f, helper, lane, address, size * count)
-            _when_shared(f, space, address, lambda: _check_valid(f, lane, address, size * count))
+            pointer = translate(f, helper, lane, address, size * count)
+            _when_shared(f, space, address, lambda: check_valid(f, lane, address, size * count))
             for index in range(count):
                 raw = f.load(pointer.gep(size * index), f"i{8 * size}")
                 value = _extended(raw, signed, form.bits[index])
@@ -292,7 +292,7 @@ def _load_param(f: Fn, size: int, signed: bool, bits: tuple[int, ...]) -> None:
     count = len(bits)
     lane = f.intrinsic("cttz", [f.mask], "i32", "<{is_zero_poison = true}>")
     address = _address(f, count, lane, 64)
-    pointer = _translate(f, "param_byte", lane, address, size * count)
+    pointer = translate(f, "param_byte", lane, address, size * count)
     for index in range(count):
         raw = f.load(pointer.gep(size * index), f"i{8 * size}", 1)
         f.masked_store(f.splat(_extended(raw, signed, bits[index])), f.row(index))
@@ -312,11 +312,11 @@ def store(form: Form) -> Spec:
     def emit(f: Fn) -> None:
         with f.each_lane() as lane:
             address = _address(f, 0, lane, base_width)
-            pointer = _translate(f, helper, lane, address, size * count)
+            pointer = translate(f, helper, lane, address, size * count)
             for index in range(count):
                 value = f.load(_cell(f, 1 + index, lane, widths[index]), f"i{widths[index]}")
                 f.store(value.int(f"i{8 * size}"), pointer.gep(size * index))
-            _when_shared(f, space, address, lambda: _mark(f, address, size * count))
+            _when_shared(f, space, address, lambda: mark_valid(f, address, size * count))
         f.done()
 
     return Spec(("mem", *(f"i{w}" for w in widths)), emit)
@@ -369,9 +369,9 @@ def atomic(form: Form) -> Spec:
     def emit(f: Fn) -> None:
         with f.each_lane() as lane:
             address = _address(f, first, lane, base_width)
-            pointer = _translate(f, helper, lane, address, width // 8)
+            pointer = translate(f, helper, lane, address, width // 8)
             size = width // 8
-            _when_shared(f, space, address, lambda: _check_valid(f, lane, address, size))
+            _when_shared(f, space, address, lambda: check_valid(f, lane, address, size))
             old = f.load(pointer, elem)
             value = f.load(_cell(f, first + 1, lane, width), elem)
             other = f.load(_cell(f, first + 2, lane, width), elem) if name == "cas" else None

@@ -63,6 +63,12 @@ vote.sync.{ballot.b32,any.pred,all.pred} redux.sync.{add,max,min}.s32 redux.sync
 """
 
 
+_MATRIX = """
+ldmatrix.sync.aligned.m8n8.{x4,x4.trans}.shared.b16;32,32,32,32,32
+stmatrix.sync.aligned.m8n8.{x4,x4.trans}.shared.b16;32,32,32,32,32
+"""
+
+
 def _alternatives(text: str) -> list[str]:
     """`ld.shared.{b32;32,32|b64;64,32}` spelled out."""
     forms: list[str] = []
@@ -79,4 +85,5 @@ PACKS: dict[str, list[str]] = {
     "move": _forms(_MOVE),
     "memory": _alternatives(_MEMORY),
     "warp": _forms(_WARP),
+    "matrix": _forms(_MATRIX),
 }
