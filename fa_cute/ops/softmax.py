@@ -55,7 +55,7 @@ def row_sum(x: cute.Tensor, init) -> Float32:
 def subtract_max(x: cute.Tensor, scale_log2: Float32, maximum: Float32):
     """Replace every register of `x` by ``x * scale_log2 - maximum * scale_log2``."""
     offset = -(maximum * scale_log2)
-    for i in cutlass.range_constexpr(0, cute.size(x.shape), 2):
+    for i in cutlass.range(0, cute.size(x.shape), 2, unroll_full=True):
         x[i], x[i + 1] = cute.arch.fma_packed_f32x2(
             (x[i], x[i + 1]), (scale_log2, scale_log2), (offset, offset)
         )

@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum, blackwell_helpers
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers
 
 from ... import sched
 from ...ops import pipes, softmax, umma
