@@ -11,9 +11,7 @@ from typing import Any
 
 
 def lo(a: Any, b: Any) -> Any:
-    """The smaller of two integers; the built-in for Python ints, ``cutlass.min`` for traced
-    ones.
-    """
+    """The smaller: the built-in of Python ints, ``cutlass.min`` of traced integers."""
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     import cutlass
@@ -22,7 +20,7 @@ def lo(a: Any, b: Any) -> Any:
 
 
 def hi(a: Any, b: Any) -> Any:
-    """The larger of two integers, like :func:`lo`."""
+    """The larger, like :func:`lo`."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     import cutlass
@@ -36,7 +34,5 @@ def ceil_div(a: Any, b: Any) -> Any:
 
 
 def at_most(a: Any, limit: Any) -> Any:
-    """1 where ``a <= limit``, else 0, as an integer (no branch, so it traces without a
-    conversion).
-    """
+    """1 where ``a <= limit``, else 0: an integer without a branch or a conversion."""
     return lo(hi(limit - a + 1, 0), 1)

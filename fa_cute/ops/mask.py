@@ -15,28 +15,25 @@ from .arith import at_most, ceil_div, hi, lo
 
 @dataclass(frozen=True)
 class Band:
-    """Keys ``q + off - left <= k <= q + off + right`` with ``off = seqlen_k - seqlen_q``
-    (bottom-right aligned).
+    """Keys ``q + off - left <= k <= q + off + right``, ``off = seqlen_k - seqlen_q``.
 
-    ``left`` and ``right`` are None (no limit, known while tracing), an int or a DSL integer, and
-    not negative: then neighbouring rows see overlapping or adjacent keys, which the block ranges
-    below rely on.
+    Aligned at the bottom right: the last query sees the last key. ``left`` and ``right`` are None
+    (no limit, known while tracing), an int or a DSL integer, and not negative: then neighbouring
+    rows see overlapping or adjacent keys, which the block ranges below rely on.
     """
 
     left: Any = None
     right: Any = None
 
     def k_bounds(self, q: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
-        """Keys ``[lo, hi)`` that query ``q`` sees; both never decrease with ``q``; empty is ``lo
-        >= hi``.
-        """
+        """Keys ``[lo, hi)`` that query ``q`` sees (none if ``lo >= hi``); never decrease."""
         off = seqlen_k - seqlen_q
         k_lo = 0 if self.left is None else hi(q + off - self.left, 0)
         k_hi = seqlen_k if self.right is None else hi(lo(q + off + self.right + 1, seqlen_k), 0)
         return k_lo, k_hi
 
     def q_bounds(self, k: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
-        """Queries ``[lo, hi)`` that see key ``k < seqlen_k``; both never decrease with ``k``."""
+        """Queries ``[lo, hi)`` that see key ``k < seqlen_k``; never decrease."""
         off = seqlen_k - seqlen_q
         q_lo = 0 if self.right is None else lo(hi(k - off - self.right, 0), seqlen_q)
         q_hi = seqlen_q if self.left is None else hi(lo(k - off + self.left + 1, seqlen_q), 0)
@@ -59,9 +56,7 @@ def causal() -> Band:
 
 
 def window(left: Any = None, right: Any = None) -> Band:
-    """Sliding window: ``left`` keys before and ``right`` keys after the diagonal; None is no
-    limit on that side.
-    """
+    """Sliding window: keys seen before and after the diagonal; None is no limit."""
     return Band(left, right)
 
 
@@ -84,9 +79,7 @@ class Blocks:
 
 
 def _blocks(first: tuple[Any, Any], last: tuple[Any, Any], tile: int) -> Blocks:
-    """Block range of lines whose bounds run from ``first`` to ``last`` (neither bound ever
-    decreases).
-    """
+    """Block range of lines whose bounds rise from ``first`` to ``last``."""
     b_lo = first[0] // tile
     b_hi = hi(ceil_div(last[1], tile), b_lo)
     full_lo = lo(ceil_div(last[0], tile), b_hi)
@@ -119,8 +112,9 @@ def q_blocks(
     seqlen_k: Any,
     tails: bool = True,
 ) -> Blocks:
-    """Query blocks of KV block ``n_block < ceil(seqlen_k / tile_n)``; ``m in q_blocks(n)`` iff ``n
-    in kv_blocks(m)``.
+    """Query blocks of KV block ``n_block < ceil(seqlen_k / tile_n)``.
+
+    Both sides agree: ``m in q_blocks(n)`` if and only if ``n in kv_blocks(m)``.
 
     ``tails=True``: a block with rows past ``seqlen_q`` or keys past ``seqlen_k`` is not full.
     ``tails=False``: only the band decides, for a kernel in which such rows and keys vanish by
@@ -143,8 +137,6 @@ def q_blocks(
 def visits(
     mask: Band, m_block: int, tile_m: int, tile_n: int, seqlen_q: int, seqlen_k: int
 ) -> list[tuple[int, bool]]:
-    """``(n_block, masked)`` of a query block in the order that kernels take: descending (Python
-    ints only).
-    """
+    """``(n_block, masked)`` of a query block from the last key down (Python ints only)."""
     r = kv_blocks(mask, m_block, tile_m, tile_n, seqlen_q, seqlen_k)
     return [(n, not r.full_lo <= n < r.full_hi) for n in reversed(range(r.lo, r.hi))]

@@ -1,6 +1,4 @@
-"""How scores enter the exponent: constants and the one conversion that forward and backward
-share.
-"""
+"""Units of the exponent: kernels compute powers of two, users think in natural logarithms."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ class ProtocolError(PlanError):
 
 @dataclass(frozen=True)
 class Event:
-    """One step of an agent. ``slot`` None is the next slot of the ring; ``span`` narrows a
-    region to some columns.
+    """One step of an agent.
+
+    ``slot`` None is the next slot of the ring; ``span`` is a part of a region.
     """
 
     verb: str
@@ -47,9 +48,7 @@ def wait(edge: str, slot: int | None = None) -> Event:
 
 
 def use(edge: str, slot: int | None = None) -> Event:
-    """Consumer: touch what the oldest held slot carries; wrong before ``wait`` and after
-    ``release``.
-    """
+    """Consumer: touch what a held slot carries; wrong before ``wait`` or after ``release``."""
     return Event("use", edge, slot)
 
 
@@ -74,8 +73,9 @@ def arrive(barrier: str) -> Event:
 
 
 def read(region: str, slot: int | None = None, span: tuple[int, int] | None = None) -> Event:
-    """Read a TMEM region (``span``: columns of it) or an SMEM field (``slot``: one stage, ``span``:
-    bytes of it).
+    """Read a TMEM region or an SMEM field.
+
+    ``slot`` is one stage of a field; ``span`` are some columns of a region, bytes of a field.
     """
     return Event("read", region, slot, span)
 

@@ -12,11 +12,10 @@ SWIZZLE_ALIGN = 1024
 
 @dataclass(frozen=True)
 class SmemField:
-    """``stages`` buffers of ``bytes`` each. ``over`` names the field whose memory this one reuses,
-    from its start.
+    """``stages`` buffers of ``bytes`` each.
 
-    A reused field must lie inside the other: the memory is the other's, and the plan says why both
-        are never live.
+    ``over`` names the field whose memory this one reuses, from its start and inside it; the plan
+    says why the two are never live together.
     """
 
     name: str
@@ -33,8 +32,10 @@ class SmemField:
 
 @dataclass(frozen=True)
 class SmemPlan:
-    """Fields in the order of their addresses; ``reserved_bytes`` is what else the kernel takes
-    (barriers, pointers).
+    """Fields in the order of their addresses.
+
+    ``reserved_bytes`` is what else the kernel takes: barriers, pointers, and what rounds them up
+    to the alignment of the first field.
     """
 
     fields: tuple[SmemField, ...]

@@ -12,9 +12,7 @@ ALLOC_MIN = 32
 
 @dataclass(frozen=True)
 class TmemRegion:
-    """Columns ``[start, start + cols)``. ``over`` names the regions that are never live at the
-    same time as this.
-    """
+    """Columns ``[start, start + cols)``; never live together with the regions in ``over``."""
 
     name: str
     start: int

@@ -166,9 +166,7 @@ def _arrivals(warps: WarpPlan, role: str, by: Arrive) -> int:
 
 @dataclass(frozen=True)
 class Barrier:
-    """A named barrier (``bar.sync``/``bar.arrive``) among roles; ``threads`` where not all of
-    their threads take part.
-    """
+    """A named barrier among roles; ``threads`` where not all of theirs take part at once."""
 
     name: str
     roles: tuple[str, ...]
@@ -181,9 +179,7 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Topology:
-    """All edges and named barriers of a kernel; barrier ids count from 1 in the order of
-    declaration.
-    """
+    """All edges and named barriers of a kernel; barriers are numbered from 1 in their order."""
 
     edges: tuple[Edge, ...] = ()
     barriers: tuple[Barrier, ...] = ()
@@ -225,9 +221,7 @@ class Topology:
         return sum((1 if e.one_way else 2) * MBARRIER_BYTES * e.stages for e in self.edges)
 
     def check(self, warps: WarpPlan, smem: SmemPlan) -> None:
-        """Raise PlanError unless every role and field exists and every count fits an mbarrier or
-        a named barrier.
-        """
+        """Raise PlanError unless roles and fields exist and all counts fit their barriers."""
         for e in self.edges:
             if e.one_way:
                 self[e.ordered_by]  # raises for an unknown edge

@@ -41,9 +41,7 @@ class Role:
 
 @dataclass(frozen=True)
 class WarpPlan:
-    """All warps of a CTA. ``launch_regs`` is what every thread starts with, before roles ask for
-    more or less.
-    """
+    """All warps of a CTA; every thread starts with ``launch_regs``, before roles change it."""
 
     roles: tuple[Role, ...]
     launch_regs: int
@@ -95,9 +93,7 @@ class WarpPlan:
             raise PlanError(f"{at} warps; a CTA has at most {CTA_WARPS_MAX}")
 
     def _check_warpgroups(self) -> None:
-        """``setmaxnreg`` is undefined unless every warp of a complete warpgroup issues it with
-        one value.
-        """
+        """``setmaxnreg`` needs all warps of a complete warpgroup, with one value."""
         if self.num_warps % WARPGROUP_WARPS:
             raise PlanError(
                 f"{self.num_warps} warps leave warpgroup {self.num_warps // WARPGROUP_WARPS} "

@@ -38,9 +38,7 @@ def make(
     kv_bytes_per_row: int = 1,
     qhead_per_kvhead: Any = 1,
 ) -> Any:
-    """The order ``name`` over a space; lengths and bytes size the L2 sections of those orders
-    that have them.
-    """
+    """The order ``name`` over a space; what follows sizes L2 sections, where an order has them."""
     cls = by_name(name)
     if issubclass(cls, Sections):
         return sectioned(cls, space, seqlen_k, kv_bytes_per_row, qhead_per_kvhead)

@@ -45,17 +45,13 @@ class TileSpace:
         return self.num_m * self.num_heads * self.num_batch
 
     def tile(self, m_block: Any, head_batch: Any, index: Any) -> Tile:
-        """The tile of a block and a head counted over the batch; ``index`` says whether there is
-        one.
-        """
+        """The tile of a block and a head counted over the batch, valid if ``index`` is."""
         batch = head_batch // self.num_heads
         return Tile(m_block, head_batch - batch * self.num_heads, batch, index < self.size)
 
 
 class Order(Protocol):
-    """A permutation of the tiles: 0, 1, ... ``space.size - 1`` -> each tile once; past the end
-    ``valid`` is false.
-    """
+    """A permutation of the tiles: index -> tile; past the end ``valid`` is false."""
 
     space: TileSpace
 
@@ -72,9 +68,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """Blocks of a head one after the other, then the next head: CTAs that run together share K
-    and V in L2.
-    """
+    """Block after block, head after head: CTAs that run together share K and V in L2."""
 
     space: TileSpace
 
@@ -98,9 +92,7 @@ class Walk:
         return Walk(self.order, self.index + self.step, self.step)
 
     def take(self, index: Any) -> Walk:
-        """The same walk at a position that somebody else chose (an atomic counter, a hardware
-        queue).
-        """
+        """The same walk at a position that somebody else chose (a counter, a hardware queue)."""
         return Walk(self.order, index, self.step)
 
 

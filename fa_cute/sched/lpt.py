@@ -19,8 +19,7 @@ L2_BYTES = 50 * 1024 * 1024
 
 
 def heads_in_l2(rows: Any, bytes_per_row: int, most: Any, l2_bytes: int = L2_BYTES) -> Any:
-    """The largest power of two of heads, each ``rows * bytes_per_row``, that fits in L2; from 1 up
-    to ``most``.
+    """How many heads of ``rows * bytes_per_row`` fit in L2: a power of two, or ``most``.
 
     Counted in rows, since the bytes of a long head exceed 32 bits.
     """
@@ -84,11 +83,9 @@ class LptPersistent(Lpt):
 def sectioned(
     cls: type, space: TileSpace, seqlen_k: Any, kv_bytes_per_row: int, qhead_per_kvhead: Any = 1
 ) -> Any:
-    """An order of class ``cls`` whose sections hold the query heads of as many kv heads as fit in
-    L2.
+    """An order whose sections hold the query heads of as many kv heads as fit in L2.
 
-    ``kv_bytes_per_row``: bytes of one row of K and V together, ``(head_dim + head_dim_v) * element
-    size``.
+    ``kv_bytes_per_row`` is a row of K and V, ``(head_dim + head_dim_v) * element size``.
     """
     heads = space.num_heads * space.num_batch
     kv_heads = heads_in_l2(seqlen_k, kv_bytes_per_row, heads)

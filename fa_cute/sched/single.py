@@ -16,7 +16,5 @@ class Single(Linear):
         return grid_of(self.space.size, cluster)
 
     def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Walk:
-        """The walk of CTA ``block``: its tile, then nothing (the second index lies past the
-        end).
-        """
+        """The walk of CTA ``block``: its tile, then an index past the end."""
         return Walk(self, block // cluster, self.space.size)

@@ -19,9 +19,7 @@ from .lpt import Sections
 
 
 def descends(mask: Band) -> bool:
-    """Whether KV blocks are launched, and add to dQ, in descending order under this mask (known
-    while tracing).
-    """
+    """Whether KV blocks are launched, and add to dQ, from the last down."""
     return mask.right is not None
 
 
@@ -37,16 +35,12 @@ def lock_value(mask: Band, n_block: Any, blocks: Blocks) -> Any:
 def dq_lock(
     mask: Band, m_block: Any, n_block: Any, tile_m: int, tile_n: int, seqlen_q: Any, seqlen_k: Any
 ) -> Any:
-    """``lock_value`` from block numbers; ``tile_n`` spans what one owner covers (both CTAs of a
-    pair).
-    """
+    """``lock_value`` from block numbers; ``tile_n`` is what one owner covers (a pair: both)."""
     return lock_value(mask, n_block, kv_blocks(mask, m_block, tile_m, tile_n, seqlen_q, seqlen_k))
 
 
 def dkv_lock(head: Any, qhead_per_kvhead: Any) -> Any:
-    """Value of the counter of a (kv head, KV block) at which query head ``head`` may add to dK
-    and dV.
-    """
+    """Value of a KV block's counter at which query head ``head`` may add to dK and dV."""
     return head % qhead_per_kvhead
 
 
