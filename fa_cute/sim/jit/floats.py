@@ -84,7 +84,7 @@ def combine(form: Form, kind: str, args: list[Val]) -> Val:
         result = math.nearest_of(a * b, mode)
     else:
         a, b = args
-        result = math.fma_rounded(a, None, b if kind == "add" else -b, mode)
+        result = math.add_rounded(a, b if kind == "add" else -b, mode)
     return clean(form, result)
 
 

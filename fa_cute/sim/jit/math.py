@@ -88,10 +88,37 @@ def sum_odd(a: Val, b: Val) -> Val:
     return (even & inexact).select(step, bits).bits(a.elem)
 
 
-def fma_rounded(a: Val, b: Val | None, c: Val, mode: str) -> Val:
-    """a * b + c of fp32 (or a + c) in any rounding, by fp64 rounded to odd."""
-    a64, c64 = a.cast("fpext", "f64"), c.cast("fpext", "f64")
-    product = a64 if b is None else a64 * b.cast("fpext", "f64")
+def add_rounded(a: Val, b: Val, mode: str) -> Val:
+    """a + b of fp32 rounded `rz`, `rm` or `rp`: the nearest sum, moved by the sign of its error."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    bits = total.bits("i32")
+    negative = bits.cmp("slt", 0)
+    low, high = error.cmp("olt", 0.0), error.cmp("ogt", 0.0)  # neither for NaN and infinities
+    sign = bits.ashr(31) | 1  # one step up in value is +1 on positive patterns, -1 on negative
+    if mode == "rm":
+        bits = low.select(bits - sign, bits)
+    elif mode == "rp":
+        bits = high.select(bits + sign, bits)
+    else:
+        bits = ((low & ~negative) | (high & negative)).select(bits - 1, bits)
+    # A finite sum beyond the range becomes the largest number where that is the rounding's way.
+    infinity = Bits(INF32)
+    over = total.call("fabs").eq(infinity) & (
+        a.call("fabs").cmp("olt", infinity) & b.call("fabs").cmp("olt", infinity)
+    )
+    over = over & ~negative if mode == "rm" else over & negative if mode == "rp" else over
+    result = over.select(bits - 1, bits)
+    if mode == "rm":  # an exact zero of operands of different signs is -0 there
+        cancels = total.eq(0.0) & (a.bits("i32") ^ b.bits("i32")).cmp("slt", 0)
+        result = cancels.select(-0x80000000, result)
+    return result.bits("f32")
+
+
+def fma_rounded(a: Val, b: Val, c: Val, mode: str) -> Val:
+    """a * b + c of fp32 in any rounding, by fp64 rounded to odd."""
+    product, c64 = a.cast("fpext", "f64") * b.cast("fpext", "f64"), c.cast("fpext", "f64")
     result = nearest_of(sum_odd(product, c64), mode)
     # An exact zero of operands of different signs is -0 in rm, +0 otherwise; fp64 gave +0.
     if mode == "rm":
