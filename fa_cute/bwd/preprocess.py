@@ -15,8 +15,8 @@ from cutlass import Float32, Int64, const_expr
 
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace
 from fa_cute.ops.arith import ceil_div
+from fa_cute.ops.score import LOG2_E
 
-LOG2_E = math.log2(math.e)
 LANES = 8  # threads of one row
 THREADS = 256
 VECTOR = 8  # 16-bit elements of a 16-byte access

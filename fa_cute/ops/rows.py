@@ -21,10 +21,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from . import ptx
+from .score import LN_2
 
 ROWS = 2  # of one thread
 QUAD = 4  # threads that share a row
-LN_2 = 0.6931471805599453
 
 # Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504; bf16 has the
 # range of fp32, where P V and the sum stay far below overflow.

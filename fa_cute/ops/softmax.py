@@ -6,16 +6,13 @@ subtraction of the maximum, ``exp2(score * scale_log2 - maximum * scale_log2)``.
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from . import ptx
+from .score import LN_2, LOG2_E
 
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 # A factor of exactly 0 would make 0 * -inf = NaN of a masked score; this one leaves finite scores
 # 0.
 MIN_SCALE_LOG2 = 2.0**-120
