@@ -100,6 +100,11 @@ class Cta:
                     f"of {len(self.cluster.ctas)}"
                 )
             cta = self.cluster.ctas[rank]
+            if not cta.live:
+                raise MisuseError(
+                    f"{ins.where + ': ' + ins.op + ': ' if ins else ''}CTA {rank} of the cluster has "
+                    "exited; nothing may target its barriers any more"
+                )
         barrier = cta.mbarriers.get(addr & ops.OFFSET_MASK)
         if barrier is None:
             raise MisuseError(
@@ -149,7 +154,25 @@ class Cta:
             raise MisuseError(
                 f"CTA {self.ctaid} exits with tensor memory allocated: columns {held}"
             )
+        for warp in self.warps:
+            if warp.leaves_stores():
+                self.machine.warn(
+                    f"warp {warp.index} leaves without waiting (cp.async.bulk.wait_group) until its "
+                    "bulk stores have read shared memory"
+                )
+        if not self.machine.queue.early:
+            flying = [k for k in self.machine.queue.of(self) if k in TRAFFIC]
+            if flying:
+                raise MisuseError(
+                    f"CTA {self.ctaid} exits while its asynchronous operations still use its "
+                    f"memory: {', '.join(sorted(set(flying)))} (schedule {self.machine.schedule})"
+                )
+            self.machine.queue.finish(self)
         self.cluster.cta_left()
+
+
+# Operations that read or write memory of the CTA that issued them.
+TRAFFIC = ("tma.load", "bulk.load", "mma", "wgmma", "tcgen05.st")
 
 
 class Cluster:
@@ -225,6 +248,7 @@ class Machine:
         self.random_warps = schedule.warps == "random"
         self.counters: collections.Counter = collections.Counter()
         self.unset: dict[tuple, list] = {}
+        self.warnings: dict[str, int] = {}
         self.ready: collections.deque[Warp] = collections.deque()
         self.asking: list[Warp] = []  # blocked without a Signal: asked again when things happened
         self.spinning: list[Warp] = []  # poll memory: run again when something else happened
@@ -274,6 +298,10 @@ class Machine:
     def wrote(self, warp: Warp) -> None:
         """Memory that others may poll has changed."""
         self.fresh_progress = True
+
+    def warn(self, text: str) -> None:
+        """Something that works on hardware, but that the ISA does not promise."""
+        self.warnings[text] = self.warnings.get(text, 0) + 1
 
     def spin(self, warp: Warp) -> Wait:
         """The warp polls: let everything else run before it looks again."""

@@ -100,6 +100,7 @@ class LaunchReport:
     instructions: int
     counters: dict[str, int] = field(default_factory=dict)
     unset: list[UnsetRead] = field(default_factory=list)
+    warnings: dict[str, int] = field(default_factory=dict)
     timeline: object = field(default=None, repr=False)
 
     @classmethod
@@ -121,6 +122,7 @@ class LaunchReport:
             machine.instructions,
             dict(machine.counters),
             unset,
+            dict(machine.warnings),
             machine.timeline,
         )
         if unset and machine.options.unset == "raise":
@@ -136,6 +138,7 @@ class LaunchReport:
         ]
         lines += [f"  {name}: {value}" for name, value in sorted(self.counters.items())]
         lines += [f"  unwritten: {read}" for read in self.unset[:20]]
+        lines += [f"  warning ({n} times): {text}" for text, n in self.warnings.items()]
         return "\n".join(lines)
 
 

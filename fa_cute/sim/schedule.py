@@ -56,7 +56,7 @@ class AsyncQueue:
         self.order: deque[Hashable] = deque()  # agent of each operation, in order of issue
         self.done = 0  # operations performed: somebody who polls may look again
         self.timeline = None
-        self.cta = (0, 0, 0)  # whose warp is running, for the timeline
+        self.owner = None  # the CTA whose warp, or whose operation, is running
         self._running = False
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class AsyncQueue:
             while self.agents:
                 self.run_one()
             return
-        self.agents.setdefault(agent, deque()).append((kind, fn))
+        self.agents.setdefault(agent, deque()).append((kind, fn, self.owner))
         self.order.append(agent)
 
     def trace(self, clock: list[int], counters) -> None:
@@ -82,7 +82,7 @@ class AsyncQueue:
         plain, busy, usual = self.post, {}, {}
 
         def post(kind: str, agent: Hashable, fn: Callable[[], None]) -> None:
-            issued, cta = clock[0], self.cta
+            issued, cta = clock[0], self.owner.ctaid
 
             def timed() -> None:
                 outer, before = clock[0], _work(counters)
@@ -113,23 +113,33 @@ class AsyncQueue:
                 self.order.popleft()
                 agent = self.order[0]
             self.order.popleft()
+        self._perform(agent)
+        return True
+
+    def _perform(self, agent: Hashable) -> None:
         queue = self.agents[agent]
-        _, fn = queue.popleft()
+        _, fn, owner = queue.popleft()
         if not queue:
             del self.agents[agent]
         self.done += 1
+        outer, self.owner = self.owner, owner
         fn()
-        return True
+        self.owner = outer
 
     def drain(self, agent: Hashable) -> None:
         """Perform everything that one agent still has to do."""
         while agent in self.agents:
-            queue = self.agents[agent]
-            _, fn = queue.popleft()
-            if not queue:
-                del self.agents[agent]
-            self.done += 1
-            fn()
+            self._perform(agent)
+
+    def finish(self, owner) -> None:
+        """Perform what one CTA still has outstanding, and whatever stands before it."""
+        for agent in [a for a, q in self.agents.items() if any(e[2] is owner for e in q)]:
+            while any(e[2] is owner for e in self.agents.get(agent, ())):
+                self._perform(agent)
+
+    def of(self, owner) -> list[str]:
+        """Kinds of the outstanding operations that warps of one CTA issued."""
+        return [kind for q in self.agents.values() for kind, _, who in q if who is owner]
 
     def between_warps(self) -> None:
         """A chance for asynchronous work while warps are still running (random schedule only)."""
@@ -140,7 +150,7 @@ class AsyncQueue:
     def kinds(self) -> dict[str, int]:
         out: dict[str, int] = {}
         for queue in self.agents.values():
-            for kind, _ in queue:
+            for kind, _, _ in queue:
                 out[kind] = out.get(kind, 0) + 1
         return out
 
@@ -154,13 +164,26 @@ def _work(counters) -> float:
 class Groups(Signal):
     """Commit groups of one kind of asynchronous operation (bulk, cp.async, wgmma)."""
 
-    __slots__ = ("committed", "kind", "live", "open", "watchers")
+    __slots__ = (
+        "added",
+        "committed",
+        "covered",
+        "kind",
+        "last",
+        "live",
+        "open",
+        "total",
+        "watchers",
+    )
 
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
         self.open = [0]  # outstanding operations of the group that is being collected
         self.committed: deque[list[int]] = deque()
+        self.added = 0  # operations of the open group
+        self.total = self.last = 0  # groups so far; number of the last one that was not empty
+        self.covered = 0  # groups that some wait has covered
         self.live: set[object] = set()  # operations that are not done
         self.watchers: list[tuple[set, Callable[[], None]]] = []
 
@@ -168,6 +191,7 @@ class Groups(Signal):
         """One more operation in the open group; call the result when it is done."""
         group, me = self.open, object()
         group[0] += 1
+        self.added += 1
         self.live.add(me)
 
         def done() -> None:
@@ -190,6 +214,9 @@ class Groups(Signal):
             fn()
 
     def commit(self) -> None:
+        self.total += 1
+        if self.added:
+            self.last, self.added = self.total, 0
         self.committed.append(self.open)
         self.open = [0]
 
@@ -200,6 +227,7 @@ class Groups(Signal):
         return max(0, len(self.committed) - allowed)
 
     def wait(self, allowed: int, ins=None) -> Wait | None:
+        self.covered = max(self.covered, self.total - allowed)
         if not self.outstanding(allowed):
             return None
         return Wait(
@@ -211,6 +239,11 @@ class Groups(Signal):
             },
             self,
         )
+
+    @property
+    def unwaited(self) -> bool:
+        """Is there an operation that no wait has covered?"""
+        return self.added > 0 or self.last > self.covered
 
     def idle(self) -> bool:
         """Nothing outstanding, committed or not."""

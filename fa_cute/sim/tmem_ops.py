@@ -54,14 +54,13 @@ def bind_alloc(ins: Instr, k):
                 found.append(col)
             return True
 
-        def finish(_warp) -> None:
+        def finish(_warp) -> Wait | None:
             col = found[0]
             cta.tmem_cols[col : col + ncols] = _POISON
             cta.tmem_valid_cols[col : col + ncols] = 0
             cta.smem[offset : offset + 4].view(np.uint32)[0] = col
             cta.smem_valid[offset : offset + 4] = 1
-            if pair:
-                _agree_with_peer(cta, col, ncols, ins)
+            return _agree_with_peer(cta, col, ncols, ins) if pair else None
 
         if try_alloc():
             return finish(warp)
@@ -70,8 +69,8 @@ def bind_alloc(ins: Instr, k):
     return step
 
 
-def _agree_with_peer(cta, col: int, ncols: int, ins: Instr) -> None:
-    """Both CTAs of a pair allocate the same columns in the same order."""
+def _agree_with_peer(cta, col: int, ncols: int, ins: Instr) -> Wait | None:
+    """Both CTAs of a pair allocate the same columns in the same order, and wait for each other."""
     history = cta.scratch.setdefault("tmem pair", [])
     history.append((col, ncols))
     peers = cta.peer.scratch.get("tmem pair", [])
@@ -82,6 +81,13 @@ def _agree_with_peer(cta, col: int, ncols: int, ins: Instr) -> None:
             f"{peers[i][0]}.."
             f"{sum(peers[i]) - 1}: the pair must allocate in the same order"
         )
+    peer = cta.peer.scratch
+    if i < len(peer.get("tmem pair", ())):
+        return None
+    return Wait(
+        lambda: i < len(peer.get("tmem pair", ())),
+        {"on": "tcgen05.alloc of the peer CTA", "columns": ncols},
+    )
 
 
 @handles("tcgen05.dealloc")

@@ -104,6 +104,7 @@ class Warp:
     def run(self) -> None:
         """Go on until the warp waits, leaves or yields."""
         run, steps = self.run_core, self.steps
+        self.machine.queue.owner = self.cta
         while True:
             stop = run()
             if stop < 0x1000000000000000:
@@ -120,7 +121,7 @@ class Warp:
         machine, ctx = self.machine, self.core.ctx
         clock, timeline, lane = machine.clock, machine.timeline, machine.timeline.lane(self.index)
         start = self.time
-        machine.queue.cta = self.cta.ctaid
+        machine.queue.owner = self.cta
         while True:
             stop = self.run_core()
             now = self.time = ctx.count + self.skew
@@ -191,6 +192,11 @@ class Warp:
                 f"{ins.where}: {ins.op}: lanes {wanted & ~others:#010x} of the mask have left"
             )
         return None
+
+    def leaves_stores(self) -> bool:
+        """Did the warp issue bulk stores whose reads it never waited for?"""
+        read, whole = self._groups.get("bulk.read"), self._groups.get("bulk")
+        return bool(read and read.unwaited and whole.unwaited)
 
     def poll(self, ins, mask: int, values) -> Wait | None:
         """After a load that may be part of a polling loop: None for a value that is news."""
