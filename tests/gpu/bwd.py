@@ -45,7 +45,7 @@ def fake(spec: BwdSpec):
         )
 
     d, dv = spec.head_dim, spec.head_dim_v
-    work = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=128)
+    work = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
     q, k, v, o = operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), operand(sq, h, dv)
     lse, do, dlse = rows(), operand(sq, h, dv), rows()
     return [
@@ -217,17 +217,31 @@ def problem(spec, seqlen):
     return q, k, v, dout
 
 
-def race(spec, seqlen, runs: dict, det: bool) -> dict:
-    """TFLOP/s of several backwards and of flash-attn-4 on one problem."""
+def forward(q, k, v, causal):
+    """out and lse by torch."""
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*by_head, 0.0, causal)[:2]
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
+    """TFLOP/s of several backwards on one problem; their results must agree."""
     q, k, v, dout = problem(spec, seqlen)
     batch, _, heads, _ = q.shape
     zero, fns = q.new_zeros((batch, heads, seqlen), dtype=torch.float32), {}
-    out, lse, fns["fa4"] = peer(q, k, v, dout, spec.causal, det)
+    if peers:
+        out, lse, fns["fa4"] = peer(q, k, v, dout, spec.causal, det)
+        expect = fns["fa4"]()
+    else:
+        out, lse = forward(q, k, v, spec.causal)
+        expect = next(iter(runs.values()))(
+            q, k, v, out, lse, dout, zero, spec.head_dim**-0.5, poison=True
+        )
     args = (q, k, v, out, lse, dout, zero, spec.head_dim**-0.5)
-    expect = fns["fa4"]()
     for name, run in runs.items():
         got = run(*args, poison=True)
-        off = max((a.float() - b.float()).abs().max().item() for a, b in zip(got, expect[:3], strict=True))
+        pairs = zip(got, expect[:3], strict=True)
+        off = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
         if not off < 0.1:
             print("WRONG", name, spec, seqlen, off)
         fns[name] = lambda run=run: run(*args)
@@ -240,45 +254,57 @@ def race(spec, seqlen, runs: dict, det: bool) -> dict:
     return {"spec": str(spec), "seqlen": seqlen, "ms": ms, "tflops": tflops}
 
 
+def once(dims):
+    """One call, for a profiler."""
+    for d in dims:
+        spec = BwdSpec("bf16", *head_dims(d), False)
+        q, k, v, dout = problem(spec, 4096)
+        out, lse = forward(q, k, v, False)
+        run = Backward(spec)
+        for _ in range(2):
+            run(q, k, v, out, lse, dout, torch.zeros_like(lse), spec.head_dim**-0.5)
+    return []
+
+
 def speed(dims):
     """TFLOP/s beside flash-attn-4 over 32k tokens, heads x head_dim = 2048."""
     rows = []
     for d, causal, det in itertools.product(dims, (False, True), (False, True)):
         spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
         runs = {"ours": Backward(spec)}
-        rows += [race(spec, seqlen, runs, det) for seqlen in (1024, 4096, 16384)]
+        rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]
     return rows
 
 
 # what is tried beside the table's row
 VARIANTS = {
-    "64": [
-        {"dq_direct": True},
+    "64": [{"scheduler": "ascending"}, {"dq_direct": True}],
+    "96": [
         {"scheduler": "ascending"},
-        {"tile_m": 64, "dq_split": "cols", "dv_first": True},
-        {"tile_m": 64, "dq_split": "cols", "dv_first": True, "dq_direct": True},
+        {"dq_split": "cols"},
+        {"dq_split": "cols", "dq_direct": True},
     ],
-    "96": [{"dq_direct": True}, {"dv_first": False}, {"scheduler": "ascending"}],
     "128": [
-        {"dv_first": False},
-        {"dq_direct": True},
-        {"dq_direct": True, "dv_first": False},
         {"scheduler": "ascending"},
+        {"dq_direct": True},
+        {"dq_direct": True, "scheduler": "ascending"},
     ],
+    "256": [{"scheduler": "ascending"}, {"dq_direct": True}, {"dq_direct": True, "do_stages": 2}],
 }
 
 
 def variants(dims):
     """The table's row and its variants."""
     rows = []
-    for d, causal in itertools.product(dims, (False, True)):
+    masks = {"full": (False,), "causal": (True,)}.get(dims[-1], (False, True))
+    for d, causal in itertools.product([x for x in dims if x[0].isdigit()], masks):
         spec = BwdSpec("bf16", *head_dims(d), causal)
         base = config(spec)
         runs = {"ours": Backward(spec)}
         for change in VARIANTS[d]:
             name = ",".join(f"{k}={v}" for k, v in change.items())
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
-        rows += [race(spec, seqlen, runs, False) for seqlen in (1024, 4096, 16384)]
+        rows += [race(spec, seqlen, runs, False, False) for seqlen in (1024, 4096, 16384)]
     return rows
 
 
@@ -286,7 +312,8 @@ def main():
     part, dims = sys.argv[1], sys.argv[2:] or ["64", "96", "128"]
     start = time.time()
     torch.manual_seed(0)
-    rows = {"numbers": numbers, "repeat": repeat, "speed": speed, "variants": variants}[part](dims)
+    parts = {f.__name__: f for f in (numbers, repeat, speed, variants, once)}
+    rows = parts[part](dims)
     torch.cuda.synchronize()
     with open(
         os.path.join(os.environ.get("OUT", "."), f"bwd_{part}_{'_'.join(dims)}.json"), "w"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
@@ -30,8 +29,7 @@ from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.roles import Keys, Values
 from fa_cute.ops.arith import ceil_div
-
-LOG2_E = math.log2(math.e)
+from fa_cute.ops.score import LOG2_E
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class BwdSm90:
 def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
     """Start of a section of the workspace."""
     address = (mWork.iterator + offset).toint()
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=128)
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
 
 
 def as_tma(tensor: cute.Tensor) -> cute.Tensor:
