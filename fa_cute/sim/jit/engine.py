@@ -50,6 +50,11 @@ def _processor() -> str:
     return repr(sorted(first.items()))
 
 
+@cache
+def has_predicated_stores() -> bool:
+    return "avx512f" in _processor()
+
+
 def compile_object(text: str, opt_level: int) -> bytes:
     """Compile LLVM-dialect text for this processor."""
     engines = mlir.extension()._mlirExecutionEngine

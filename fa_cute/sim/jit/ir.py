@@ -156,6 +156,9 @@ class Val:
 class Fn:
     """The text of one function while it is being written."""
 
+    # Whether the processor stores under a mask of bits at no cost (AVX-512 does).
+    predicated_stores = True
+
     def __init__(self, name: str, sig: tuple[str, ...] = (), args: str | None = None, ret="i32"):
         self.name, self.sig, self.ret = name, sig, ret
         self.params = args or f"%base: {PTR}, %rec: {PTR}, %mask: i32, %ctx: {PTR}"
@@ -348,11 +351,23 @@ class Fn:
         self.masked_store(value, self.row(index))
 
     def masked_store(self, value: Val, pointer: Val) -> None:
-        mask = self.lane_mask()
-        self.lines.append(
-            f'"llvm.intr.masked.store"({value.name}, {pointer.name}, {mask.name}) '
-            f"<{{alignment = 64 : i32}}> : ({value.ty}, {PTR}, {mask.ty}) -> ()"
-        )
+        if self.predicated_stores:
+            mask = self.lane_mask()
+            self.lines.append(
+                f'"llvm.intr.masked.store"({value.name}, {pointer.name}, {mask.name}) '
+                f"<{{alignment = 64 : i32}}> : ({value.ty}, {PTR}, {mask.ty}) -> ()"
+            )
+            return
+        whole, part, after = self.block(), self.block(), self.block()
+        self.cond(self.mask.eq(-1), whole, part)
+        self.at(whole)
+        self.store(value, pointer, 64)
+        self.br(after)
+        self.at(part)
+        old = self.load(pointer, value.ty, 64)
+        self.store(self.lane_mask().select(value, old), pointer, 64)
+        self.br(after)
+        self.at(after)
 
     def out_pred(self, index: int, value: Val) -> None:
         if value.ty != "i32":

@@ -33,6 +33,7 @@ def spec(key: str) -> Spec:
 
 def module_text(keys: list[str], extra: str = "") -> str:
     """One module: a function per key, the prelude functions they use, and a table of addresses."""
+    Fn.predicated_stores = engine.has_predicated_stores()
     functions, needed = [], set()
     for index, key in enumerate(keys):
         form = spec(key)
