@@ -42,14 +42,16 @@ def _import_interface():
 
 
 @contextlib.contextmanager
-def flash_attn4(arch: str, **options):
+def flash_attn4(arch: str, kernels: str | None = None, **options):
     """Yields (its interface module, the simulator session); torch is as before after it.
+
+    `kernels` chooses its kernels of another architecture (those of sm_120 run on sm_80 too).
 
     Line information is off: it doubles the time that its kernels take to compile.
     """
     options.setdefault("lineinfo", False)
     environ = {
-        "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
+        "FLASH_ATTENTION_ARCH": kernels or arch.rstrip("a"),
         "FLASH_ATTENTION_NUM_SMS": str(NUM_SMS),
         "CUTE_DSL_ARCH": arch,
     }
