@@ -177,9 +177,9 @@ class _Run:
 
     def complete(self, barrier: _Phases) -> None:
         phase = barrier.completed
-        for waiter in sorted(barrier.barrier.waiters) if phase > 0 else ():
+        for waiter, last in barrier.barrier.waiters.items() if phase > 0 else ():
             seen, at = barrier.looked.get(waiter, (-1, 0))
-            if seen < phase - 1 or barrier.clock[waiter] < at:
+            if seen < min(phase - 1, last) or (seen == phase - 1 and barrier.clock[waiter] < at):
                 raise ProtocolError(
                     "overrun",
                     f"{barrier.barrier.label} can complete phases {phase - 1} and {phase} before "

@@ -61,11 +61,11 @@ class Place:
 
 @dataclass
 class MBarrier:
-    """One slot of one side of an edge."""
+    """One slot of one side of an edge; ``waiters`` with the last phase that each waits for."""
 
     label: str
     arrivers: frozenset[int]
-    waiters: set[int] = field(default_factory=set)
+    waiters: dict[int, int] = field(default_factory=dict)
 
 
 class Program:
@@ -226,9 +226,9 @@ class _Resolver:
         number = self.program.barrier(edge, side, slot)
         barrier = self.program.barriers[number]
         if verb in ("acquire", "tail", "wait"):
-            barrier.waiters.add(self.number)
             # A producer's first look at a slot passes: the phase "before the first" is over.
             phase = self.count(edge, "wait" if verb == "wait" else "acquire", slot)
+            barrier.waiters[self.number] = phase - (side == "empty")
             return Op("look", number, phase - (side == "empty"), event)
         if self.number not in barrier.arrivers:  # another warp of the role speaks for it
             return Op("none", 0, 0, event)
