@@ -131,3 +131,43 @@ def test_clusters_share_a_tile() -> None:
         out = torch.zeros_like(want)
         compiled(out, 3, 2, 1, (150, 210, 40, 4))
     assert torch.equal(out, 2 * want)
+
+
+class Drawer(Walker):
+    """The walker with tiles from an atomic counter instead of every n-th one."""
+
+    @cute.jit
+    def __call__(self, out: cute.Tensor, counter: cute.Tensor, num_m: Int32, heads: Int32):
+        order = sched.make("dynamic", TileSpace(num_m, heads, 1), **SECTIONS | {"seqlen_k": 210})
+        self.draw(out, counter, order).launch(grid=order.grid(5), block=(32, 1, 1))
+
+    @cute.kernel
+    def draw(self, out: cute.Tensor, counter: cute.Tensor, order: Any):
+        ctas, _, _ = cute.arch.grid_dim()
+        walk = sched.here(order)
+        tile = walk.tile()
+        while tile.valid:
+            before = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                out[tile.m_block, tile.head] = out[tile.m_block, tile.head] + 1
+                before = cute.arch.atomic_add(counter.iterator, Int32(1))
+            before = cute.arch.shuffle_sync(before, 0)
+            walk = walk.take(order.drawn(before, ctas))
+            tile = walk.tile()
+
+
+def test_tiles_drawn_from_a_counter() -> None:
+    """Each tile once, and each CTA draws once in vain."""
+    with host.session("sm_90a"):
+        fake = cute.runtime.make_fake_compact_tensor
+        out = fake(Int32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
+        counter = fake(Int32, (1,), stride_order=(0,))
+        options = "--enable-tvm-ffi"
+        compiled = cute.compile(
+            Drawer("dynamic"), out, counter, Int32(1), Int32(1), options=options
+        )
+        for num_m, heads in ((3, 5), (1, 1), (7, 2)):
+            got, drawn = torch.zeros((num_m, heads), dtype=torch.int32), torch.zeros(1).int()
+            compiled(got, drawn, num_m, heads)
+            assert torch.equal(got, torch.ones_like(got))
+            assert drawn.item() == num_m * heads
