@@ -82,10 +82,11 @@ def mma(work: list[int], slots: int) -> list[Event]:
         out.append(release("load_kv"))
         for _ in range(blocks - 1):
             v, k = ring.next(), ring.next()
-            out += [wait("load_kv"), wait("load_kv")]
+            out.append(wait("load_kv"))
             for t in TILES:
                 out += output(t, v)
                 out += [release("load_kv")] if t == Q_TILES - 1 else []
+                out += [wait("load_kv")] if t == 0 else []
                 out += scores(t, k)
             out.append(release("load_kv"))
         out += [release("load_q", t) for t in TILES]
