@@ -151,8 +151,9 @@ class HostProgram:
         def launch_ex(config, kernel, args):
             self.launch(_LaunchConfig.from_address(config), kernel, args)
 
-        def launch_plain(kernel, gx, gy, gz, bx, by, bz, _stream, smem, args):
-            config = _LaunchConfig((gx, gy, gz), (bx, by, bz), smem, None, None, 0)
+        def launch_plain(kernel, *rest):
+            *sizes, _stream, smem, args = rest
+            config = _LaunchConfig(tuple(sizes[:3]), tuple(sizes[3:]), smem, None, None, 0)
             self.launch(config, kernel, args)
 
         def init_once(state, init, load, _describe_error):

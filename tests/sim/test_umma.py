@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -20,25 +22,47 @@ _FORMATS = {
 }
 
 
-def idesc(kind, a, b, m, n, d="f32", a_mn=False, b_mn=False, negate=(0, 0)):
-    codes, d_code = _FORMATS[kind], {"f16": 0, "f32": 1, "s32": 2}[d]
-    flags = negate[0] << 13 | negate[1] << 14 | a_mn << 15 | b_mn << 16
-    return d_code << 4 | codes[a] << 7 | codes[b] << 10 | flags | n >> 3 << 17 | m >> 4 << 24
+@dataclass(frozen=True)
+class Form:
+    """A product: the fields of its instruction descriptor and how its operands lie."""
+
+    kind: str
+    a: str
+    b: str
+    m: int
+    n: int
+    d: str = "f32"
+    a_mn: bool = False
+    b_mn: bool = False
+    negate: tuple[int, int] = (0, 0)
+    group: int = 1
+    ws: bool = False
+    steps: int = 2
+    swizzle: str = "128B"
+
+    @property
+    def idesc(self) -> int:
+        codes, d_code = _FORMATS[self.kind], {"f16": 0, "f32": 1, "s32": 2}[self.d]
+        flags = self.negate[0] << 13 | self.negate[1] << 14 | self.a_mn << 15 | self.b_mn << 16
+        shape = self.n >> 3 << 17 | self.m >> 4 << 24
+        return d_code << 4 | codes[self.a] << 7 | codes[self.b] << 10 | flags | shape
 
 
 class Operand:
     """A random (rows x K) matrix and its image from `start` on."""
 
-    def __init__(self, rng, rows, steps, dtype, swizzle, mn_major, start):
+    def __init__(self, form: Form, which: str, rng, start: int):
+        dtype = getattr(form, which)
+        rows = (form.m if which == "a" else form.n) // form.group
+        self.mn_major = form.a_mn if which == "a" else form.b_mn
         size = lay.ELEM_BYTES[dtype]
         self.k_step = 32 // size
-        self.raw, self.values = ops.random_raw(rng, (rows, steps * self.k_step), dtype)
-        form = ops.pattern(rows, size, swizzle, mn_major)
+        self.raw, self.values = ops.random_raw(rng, (rows, form.steps * self.k_step), dtype)
+        dense = ops.pattern(rows, size, form.swizzle, self.mn_major)
         self.descs = [
-            lay.SmemDesc(start + form["steps"][s], form["lbo"], form["sbo"], swizzle, 0)
-            for s in range(steps)
+            lay.SmemDesc(start + dense["steps"][s], dense["lbo"], dense["sbo"], form.swizzle, 0)
+            for s in range(form.steps)
         ]
-        self.mn_major = mn_major
 
     def place(self, image):
         image.place(lambda s: self.descs[s], self.raw, self.k_step, self.mn_major)
@@ -88,8 +112,9 @@ FREED:
 """
 
 
-def product(kind, desc, a_codes, b_codes, group=1, ws=False, a_tmem=None, extra=""):
+def product(form: Form, a_codes, b_codes, a_tmem=None, extra=""):
     """MMAs of all steps by one thread, a commit, and everybody's wait."""
+    group = form.group
     text = ["setp.eq.u32 %p4, %t, 0;", "setp.eq.u32 %p3, %rank, 0;", "and.pred %p4, %p4, %p3;"]
     for s, b in enumerate(b_codes):
         if a_tmem is None:
@@ -97,8 +122,8 @@ def product(kind, desc, a_codes, b_codes, group=1, ws=False, a_tmem=None, extra=
             a = "%d0"
         else:
             a = f"[%r30+{a_tmem + 8 * s}]"
-        op = f"tcgen05.mma{'.ws' if ws else ''}.cta_group::{group}.kind::{kind}"
-        text.append(f"mov.b64 %d1, {b}; mov.b32 %r20, {desc};")
+        op = f"tcgen05.mma{'.ws' if form.ws else ''}.cta_group::{group}.kind::{form.kind}"
+        text.append(f"mov.b64 %d1, {b}; mov.b32 %r20, {form.idesc};")
         text.append(f"@%p4 {op} [%r30], {a}, %d1, %r20{extra}, {int(s > 0)};")
     if group == 1:
         text.append(
@@ -113,62 +138,65 @@ def product(kind, desc, a_codes, b_codes, group=1, ws=False, a_tmem=None, extra=
     return "\n".join([*text, mbarrier_wait("smem+8", 0, "MULTIPLIED")])
 
 
-def place_of(m, n, group, ws, row, col):
+def place_of(form: Form, row, col):
     """The documented accumulator layouts, element by element: (cta, lane, column)."""
-    if group == 2:
+    m, n = form.m, form.n
+    if form.group == 2:
         cta, r = divmod(row, m // 2)
         if m == 256:
             return cta, r, col
         return cta, r + 64 * (col // (n // 2)), col % (n // 2)
     if m == 128:
         return 0, row, col
-    if ws:
+    if form.ws:
         part = n // (128 // m)
         return 0, row + m * (col // part), col % part
     return 0, 32 * (row // 16) + row % 16, col
 
 
-def gather_d(out, m, n, group=1, ws=False):
-    got = np.empty((m, n), out.dtype)
-    for row, col in np.ndindex(m, n):
-        got[row, col] = out[place_of(m, n, group, ws, row, col)]
+def gather_d(out, form: Form):
+    got = np.empty((form.m, form.n), out.dtype)
+    for row, col in np.ndindex(form.m, form.n):
+        got[row, col] = out[place_of(form, row, col)]
     return got
 
 
-def run_product(kind, a, b, m, n, *, d="f32", group=1, ws=False, steps=2, a_mn=False, b_mn=False,
-                swizzle="128B", negate=(0, 0), schedule="early", seed=0):  # fmt: skip
+def run_product(form: Form, schedule: str = "early"):
     """D of one product, read back from tensor memory, and the exact one."""
-    rng = np.random.default_rng(seed)
-    rows_a, rows_b = m // group, n // group
-    start_b = SMEM_BASE + DATA + 32768
+    rng = np.random.default_rng(0)
+    start_a, start_b = SMEM_BASE + DATA, SMEM_BASE + DATA + 32768
     images, a_parts, b_parts = [], [], []
-    for _ in range(group):
+    for _ in range(form.group):
         image = ops.Image(65536, SMEM_BASE + DATA)
-        a_parts.append(Operand(rng, rows_a, steps, a, swizzle, a_mn, SMEM_BASE + DATA))
-        b_parts.append(Operand(rng, rows_b, steps, b, swizzle, b_mn, start_b))
+        a_parts.append(Operand(form, "a", rng, start_a))
+        b_parts.append(Operand(form, "b", rng, start_b))
         a_parts[-1].place(image)
         b_parts[-1].place(image)
         images.append(image.bytes)
-    desc = idesc(kind, a, b, m, n, d, a_mn, b_mn, negate)
-    cols = n // (128 // m) if ws else n
+    cols = form.n // (128 // form.m) if form.ws else form.n
     body = (
-        prologue(65536, 256, group)
-        + product(kind, desc, a_parts[0].codes(), b_parts[0].codes(), group, ws)
+        prologue(65536, 256, form.group)
+        + product(form, a_parts[0].codes(), b_parts[0].codes())
         + dump(cols)
-        + epilogue(256, group)
+        + epilogue(256, form.group)
     )
-    out = np.zeros((group, 128, cols), np.uint32)
+    out = np.zeros((form.group, 128, cols), np.uint32)
     program = Program("sm_100a", body, {"image": np.stack(images), "out": out})
-    program.run(ctas=group, cluster=group, smem=80000, schedule=schedule, unset="ignore")
-    a_all = np.concatenate([p.values for p in a_parts]) * (-1 if negate[0] else 1)
-    b_all = np.concatenate([p.values for p in b_parts]) * (-1 if negate[1] else 1)
-    return gather_d(out, m, n, group, ws), a_all @ b_all.T
+    options = {"schedule": schedule, "unset": "ignore"}
+    program.run(ctas=form.group, cluster=form.group, smem=80000, **options)
+    a_all = np.concatenate([p.values for p in a_parts]) * (-1 if form.negate[0] else 1)
+    b_all = np.concatenate([p.values for p in b_parts]) * (-1 if form.negate[1] else 1)
+    return gather_d(out, form), a_all @ b_all.T
+
+
+def bf16_form(m, n, **kw):
+    return Form("f16", "bf16", "bf16", m, n, **kw)
 
 
 @pytest.mark.parametrize("swizzle", ["none", "32B", "64B", "128B"])
 @pytest.mark.parametrize(("a_mn", "b_mn"), [(False, False), (False, True), (True, False)])
 def test_majors_and_swizzles(swizzle, a_mn, b_mn):
-    got, want = run_product("f16", "bf16", "bf16", 128, 64, a_mn=a_mn, b_mn=b_mn, swizzle=swizzle)
+    got, want = run_product(bf16_form(128, 64, a_mn=a_mn, b_mn=b_mn, swizzle=swizzle))
     np.testing.assert_allclose(got.view(np.float32), want, rtol=0, atol=1e-4)
 
 
@@ -185,7 +213,7 @@ def test_majors_and_swizzles(swizzle, a_mn, b_mn):
     ],
 )
 def test_element_types(kind, a, b, d):
-    got, want = run_product(kind, a, b, 128, 32, d=d, swizzle="64B")
+    got, want = run_product(Form(kind, a, b, 128, 32, d=d, swizzle="64B"))
     if d == "s32":
         np.testing.assert_array_equal(got.view(np.int32), want.astype(np.int64))
     elif d == "f16":
@@ -207,20 +235,18 @@ def test_element_types(kind, a, b, d):
     ],
 )
 def test_accumulator_layouts(m, n, group, ws):
-    got, want = run_product("f16", "bf16", "bf16", m, n, group=group, ws=ws)
+    got, want = run_product(bf16_form(m, n, group=group, ws=ws))
     np.testing.assert_allclose(got.view(np.float32), want, rtol=0, atol=1e-4)
 
 
 def test_negated_operands():
-    got, want = run_product("f16", "f16", "f16", 128, 16, negate=(1, 0))
+    got, want = run_product(Form("f16", "f16", "f16", 128, 16, negate=(1, 0)))
     np.testing.assert_allclose(got.view(np.float32), want, rtol=0, atol=1e-4)
 
 
 def test_all_schedules_give_the_same_bits():
-    results = [
-        run_product("f16", "bf16", "bf16", 256, 32, group=2, steps=4, schedule=mode)[0]
-        for mode in MODES
-    ]
+    form = bf16_form(256, 32, group=2, steps=4)
+    results = [run_product(form, mode)[0] for mode in MODES]
     assert all(np.array_equal(results[0], r) for r in results)
 
 
@@ -244,18 +270,18 @@ def tmem_store(cols: int, at: int, source: str) -> str:
 @pytest.mark.parametrize("mode", ["early", "late"])
 def test_a_from_tensor_memory(kind, dtype, mode):
     rng = np.random.default_rng(4)
-    b = Operand(rng, 32, 2, dtype, "64B", False, SMEM_BASE + DATA)
+    form = Form(kind, dtype, dtype, 128, 32, swizzle="64B")
+    b = Operand(form, "b", rng, SMEM_BASE + DATA)
     image = ops.Image(8192, SMEM_BASE + DATA)
     b.place(image)
     raw, values = ops.random_raw(rng, (128, 2 * b.k_step), dtype)
     words = np.ascontiguousarray(raw).view(np.uint32)  # consecutive k share a column
     out = np.zeros((1, 128, 32), np.uint32)
-    desc = idesc(kind, dtype, dtype, 128, 32)
     body = (
         prologue(8192, 256, 1)
         + tmem_store(words.shape[1], 64, "%a")
         + "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
-        + product(kind, desc, None, b.codes(), a_tmem=64)
+        + product(form, None, b.codes(), a_tmem=64)
         + dump(32)
         + epilogue(256, 1)
     )
@@ -281,8 +307,9 @@ def _without_wait_is_noticed(body, words, image) -> bool:
 
 def test_disabled_lanes_keep_their_values():
     rng = np.random.default_rng(5)
-    a = Operand(rng, 128, 1, "bf16", "128B", False, SMEM_BASE + DATA)
-    b = Operand(rng, 16, 1, "bf16", "128B", False, SMEM_BASE + DATA + 16384)
+    form = bf16_form(128, 16, steps=1)
+    a = Operand(form, "a", rng, SMEM_BASE + DATA)
+    b = Operand(form, "b", rng, SMEM_BASE + DATA + 16384)
     image = ops.Image(20480, SMEM_BASE + DATA)
     a.place(image)
     b.place(image)
@@ -295,7 +322,7 @@ def test_disabled_lanes_keep_their_values():
         + tmem_store(16, 0, "%before")
         + "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
         + words
-        + product("f16", idesc("f16", "bf16", "bf16", 128, 16), a.codes(), b.codes(), extra=mask)
+        + product(form, a.codes(), b.codes(), extra=mask)
         + dump(16)
         + epilogue(32, 1)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -14,30 +16,40 @@ DATA = 1024
 B_AT = 16384
 
 
+@dataclass
 class Case:
     """One product of 64 x n x (steps of 32 bytes), its image and its program."""
 
-    def __init__(self, n, a, b, d="f32", *, steps=2, a_mn=False, b_mn=False, swizzle="128B",
-                 a_in_registers=False, signs=(1, 1), seed=0):  # fmt: skip
-        rng = np.random.default_rng(seed)
-        self.n, self.a_type, self.b_type, self.d_type, self.steps = n, a, b, d, steps
-        self.size = lay.ELEM_BYTES[a]
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str = "f32"
+    steps: int = 2
+    a_mn: bool = False
+    b_mn: bool = False
+    swizzle: str = "128B"
+    a_in_registers: bool = False
+    signs: tuple[int, int] = (1, 1)
+
+    def __post_init__(self):
+        rng = np.random.default_rng(0)
+        self.size = lay.ELEM_BYTES[self.a_type]
         self.k_step = 32 // self.size
-        self.a_mn, self.b_mn, self.signs = a_mn, b_mn, signs
         self.image = ops.Image(65536, SMEM_BASE + DATA)
-        k = steps * self.k_step
-        self.a_raw, self.a = ops.random_raw(rng, (64, k), a)
-        self.b_raw, self.b = ops.random_raw(rng, (n, k), b)
-        self.a_descs = self._place(self.a_raw, 64, SMEM_BASE + DATA, swizzle, a_mn)
-        self.b_descs = self._place(self.b_raw, n, SMEM_BASE + DATA + B_AT, swizzle, b_mn)
-        self.fragments = self._fragments() if a_in_registers else None
-        self.d_regs = n // 4 if d == "f16" else n // 2
+        k = self.steps * self.k_step
+        self.a_raw, self.a = ops.random_raw(rng, (64, k), self.a_type)
+        self.b_raw, self.b = ops.random_raw(rng, (self.n, k), self.b_type)
+        start = SMEM_BASE + DATA
+        self.a_descs = self._place(self.a_raw, start, self.a_mn)
+        self.b_descs = self._place(self.b_raw, start + B_AT, self.b_mn)
+        self.fragments = self._fragments() if self.a_in_registers else None
+        self.d_regs = self.n // 4 if self.d_type == "f16" else self.n // 2
         self.out = np.zeros((128, self.d_regs), np.uint32)
 
-    def _place(self, raw, rows, start, swizzle, mn_major):
-        form = ops.pattern(rows, self.size, swizzle, mn_major)
+    def _place(self, raw, start, mn_major):
+        form = ops.pattern(len(raw), self.size, self.swizzle, mn_major)
         descs = [
-            lay.SmemDesc(start + form["steps"][s], form["lbo"], form["sbo"], swizzle, 0)
+            lay.SmemDesc(start + form["steps"][s], form["lbo"], form["sbo"], self.swizzle, 0)
             for s in range(self.steps)
         ]
         self.image.place(lambda s: descs[s], raw, self.k_step, mn_major)
