@@ -12,6 +12,7 @@ import threading
 
 import torch
 
+DEVICE = "cuda"
 LOCK = os.path.join(tempfile.gettempdir(), "fa_cute_gpu.lock")
 
 
@@ -22,10 +23,10 @@ def flops(batch: int, heads: int, sq: int, sk: int, d: int, dv: int, causal: boo
 
 def inputs(batch, sq, sk, heads, heads_kv, d, dv, dtype, seed=0):
     """Normal random q, k, v on the GPU."""
-    g = torch.Generator(device="cuda").manual_seed(seed)
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
 
     def rand(*shape):
-        return torch.randn(*shape, device="cuda", dtype=torch.float32, generator=g).to(dtype)
+        return torch.randn(*shape, device=DEVICE, dtype=torch.float32, generator=g).to(dtype)
 
     return rand(batch, sq, heads, d), rand(batch, sk, heads_kv, d), rand(batch, sk, heads_kv, dv)
 

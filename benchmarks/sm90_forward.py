@@ -34,7 +34,9 @@ def bench_shape(d: int, seqlen: int):
     return (TOKENS // seqlen, seqlen, seqlen, WIDTH // d, WIDTH // d)
 
 
-def variant(d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", **cfg):
+def variant(
+    d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", without=None, **cfg
+):
     """One entry of a set."""
     dv = d if dv is None else dv
     pad = {"head_dim": -(-d // 32) * 32, "head_dim_v": -(-dv // 32) * 32}
@@ -42,82 +44,63 @@ def variant(d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", 
         "cfg": {**pad, **cfg},
         "spec": {"dtype": dtype, "head_dim": d, "head_dim_v": dv, "causal": causal},
         "seqlens": list(seqlens),
-        "checks": checks,
+        "checks": checks and without is None,
+        "without": without,
     }
 
 
 def shapes():
     """Tiles, teams, turns and orders."""
-    long, short = (1024, 16384), (1024, 16384)
-    three = {"teams": 3, "seqlens": long}
-    yield variant(64, early_pass=0, **three)
-    yield variant(64, early_pass=2, checks=False, **three)
-    yield variant(64, take_turns=False, checks=False, **three)
-    yield variant(64, scheduler="single", early_pass=0, checks=False, **three)
-    yield variant(64, tile_n=112, early_pass=0, checks=False, **three)
-    for early in (0, 2):
-        yield variant(
-            64, tile_n=96, early_pass=early, scores_first=True, checks=early == 0, **three
-        )
-    two = {"teams": 2, "seqlens": long}
-    for n in (160, 224):
-        yield variant(64, tile_n=n, early_pass=0, checks=False, **two)
+    quick = {"checks": False, "seqlens": (16384,)}
+    full = {"seqlens": (1024, 16384)}
+    three, two = {"teams": 3, **quick}, {"teams": 2, **quick}
+    yield variant(64, teams=3, early_pass=0, **full)
+    yield variant(64, early_pass=2, **three)
+    yield variant(64, take_turns=False, **three)
+    yield variant(64, scheduler="single", early_pass=0, **three)
+    yield variant(64, tile_n=112, early_pass=0, **three)
+    yield variant(64, tile_n=96, early_pass=0, scores_first=True, teams=3, **full)
+    yield variant(64, tile_n=96, early_pass=2, scores_first=True, **three)
+    yield variant(64, tile_n=160, early_pass=0, **two)
     for n in (128, 176):
-        yield variant(64, tile_n=n, early_pass=0, scores_first=True, checks=False, **two)
+        yield variant(64, tile_n=n, early_pass=0, scores_first=True, **two)
     for early in (0, 2):
-        yield variant(128, early_pass=early, checks=False, **two)
-    for early in (0, 1, 3):
-        yield variant(128, early_pass=early, scores_first=True, checks=early == 0, **two)
-    yield variant(128, take_turns=False, scores_first=True, checks=False, **two)
-    wide = {"teams": 2, "q_stages": 1, "seqlens": long}
+        yield variant(64, early_pass=early, without="no_exponential", **three)
+    yield variant(64, early_pass=2, without="only_pack", **three)
+    yield variant(64, take_turns=False, without="only_pack", **three)
+    for early in (0, 2):
+        yield variant(128, early_pass=early, **two)
+    yield variant(128, early_pass=0, scores_first=True, teams=2, **full)
+    for early in (1, 3):
+        yield variant(128, early_pass=early, scores_first=True, **two)
+    yield variant(128, take_turns=False, scores_first=True, **two)
+    for early in (0, 2):
+        yield variant(128, early_pass=early, without="only_pack", **two)
+    wide = {"q_stages": 1, "scheduler": "single", **two}
     for n in (144, 160, 176):
-        yield variant(128, tile_n=n, scheduler="single", early_pass=0, checks=n == 176, **wide)
+        yield variant(128, tile_n=n, early_pass=0, **wide)
     for n in (144, 160):
-        yield variant(
-            128, tile_n=n, scheduler="single", early_pass=0, scores_first=True, checks=False, **wide
-        )
-    yield variant(128, tile_n=160, scheduler="single", take_turns=False, checks=False, **wide)
-    yield variant(128, tile_n=160, scheduler="lpt_persistent", early_pass=0, checks=False, **wide)
+        yield variant(128, tile_n=n, early_pass=0, scores_first=True, **wide)
+    yield variant(128, tile_n=160, take_turns=False, **wide)
+    yield variant(128, tile_n=160, early_pass=0, **(wide | {"scheduler": "lpt_persistent"}))
     yield variant(128, tile_n=80, early_pass=0, **three)
     for first in (False, True):
         for turns in (False, True):
             yield variant(
                 256,
                 tile_n=80,
-                scheduler="single",
                 early_pass=0,
                 scores_first=first,
                 take_turns=turns,
-                checks=first == turns,
-                **wide,
+                **(wide | {"checks": first == turns}),
             )
+    causal = {"causal": True, "early_pass": 0, "seqlens": (1024, 16384)}
     for scheduler in ("lpt", "lpt_persistent"):
-        for d, teams, n in ((64, 3, 128), (64, 2, 128), (128, 2, 128)):
-            yield variant(
-                d,
-                teams=teams,
-                tile_n=n,
-                causal=True,
-                scheduler=scheduler,
-                seqlens=short,
-                early_pass=0,
-            )
-    yield variant(
-        128, teams=2, causal=True, scheduler="lpt", scores_first=True, early_pass=0, seqlens=short
-    )
-    yield variant(
-        256,
-        tile_n=80,
-        teams=2,
-        q_stages=1,
-        causal=True,
-        scheduler="lpt",
-        early_pass=0,
-        seqlens=short,
-    )
-    yield variant(
-        192, 128, teams=2, q_stages=1, causal=True, scheduler="lpt", early_pass=0, seqlens=(4096,)
-    )
+        for d, teams in ((64, 3), (64, 2), (128, 2)):
+            yield variant(d, teams=teams, scheduler=scheduler, **causal)
+    yield variant(128, teams=2, scheduler="lpt", scores_first=True, **causal)
+    yield variant(256, tile_n=80, teams=2, q_stages=1, scheduler="lpt", **causal)
+    yield variant(192, 128, teams=2, q_stages=1, scheduler="lpt", **(causal | {"seqlens": (4096,)}))
     yield variant(72, 40, teams=2, causal=True, scheduler="lpt", dtype="fp16")
 
 
@@ -134,8 +117,10 @@ def check(fn, spec, shape) -> dict:
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float16
     q, k, v = gpu.inputs(batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, dtype)
     scale = spec.head_dim**-0.5
-    out = torch.full((batch, sq, heads, spec.head_dim_v), float("nan"), device="cuda", dtype=dtype)
-    lse = torch.full((batch, heads, sq), float("nan"), device="cuda")
+    out = torch.full(
+        (batch, sq, heads, spec.head_dim_v), float("nan"), device=gpu.DEVICE, dtype=dtype
+    )
+    lse = torch.full((batch, heads, sq), float("nan"), device=gpu.DEVICE)
     fn(q, k, v, out, lse, scale)
     torch.cuda.synchronize()
     want, want_lse = gpu.reference(q, k, v, spec.causal, scale)
@@ -169,6 +154,10 @@ def run_one(task: dict) -> dict:
 
     from . import gpu
 
+    if task.get("without"):
+        from . import ablations
+
+        ablations.apply(task["without"])
     began = time.perf_counter()
     cfg = FwdConfig(**task["cfg"])
     fns = {}
@@ -187,9 +176,9 @@ def run_one(task: dict) -> dict:
         "compile_s": time.perf_counter() - began,
         "checked": [],
         "tflops": {},
-        "ms": {},
+        "timed": {},
     }
-    torch.zeros(1, device="cuda")  # the context, outside the lock
+    torch.zeros(1, device=gpu.DEVICE)  # the context, outside the lock
     with gpu.gpu(25):
         for shape in shapes:
             fn, spec = fn_for(shape[3] // shape[4])
@@ -201,12 +190,12 @@ def run_one(task: dict) -> dict:
             q, k, v = gpu.inputs(
                 batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, dtype
             )
-            out = torch.empty(batch, sq, heads, spec.head_dim_v, device="cuda", dtype=dtype)
-            lse = torch.empty(batch, heads, sq, device="cuda")
+            out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=dtype)
+            lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
             scale = spec.head_dim**-0.5
             got = gpu.measure(lambda: fn(q, k, v, out, lse, scale))  # noqa: B023 (called at once)
             ms = got["ms"]
-            rows = torch.randint(0, sq, (64,), device="cuda")
+            rows = torch.randint(0, sq, (64,), device=gpu.DEVICE)
             want, _ = gpu.reference(
                 q[:1, :, :2], k[:1, :, :2], v[:1, :, :2], spec.causal, scale, rows, torch.float32
             )
@@ -235,8 +224,8 @@ def profile(task: dict) -> None:
     q, k, v = gpu.inputs(
         batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, torch.bfloat16
     )
-    out = torch.empty(batch, sq, heads, spec.head_dim_v, device="cuda", dtype=torch.bfloat16)
-    lse = torch.empty(batch, heads, sq, device="cuda")
+    out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=torch.bfloat16)
+    lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
     for _ in range(3):
         fn(q, k, v, out, lse, spec.head_dim**-0.5)
     torch.cuda.synchronize()
@@ -345,6 +334,8 @@ def summary(i: int, r: dict) -> str:
     state = "FAILED " + r["failed"][-400:] if "failed" in r else (f"WRONG {bad}" if bad else "ok")
     timed = r.get("timed", {})
     speed = {s: f"{t:.0f}@{timed[s]['mhz']}" for s, t in r.get("tflops", {}).items()}
+    if r.get("without"):
+        state = "without " + r["without"]
     return f"{i:2d} d{spec['head_dim']}/{spec['head_dim_v']} {'causal' if spec['causal'] else 'full'} {cfg} {speed} {state}"
 
 

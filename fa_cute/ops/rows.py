@@ -25,6 +25,7 @@ from .score import LN_2
 
 ROWS = 2  # of one thread
 QUAD = 4  # threads that share a row
+CHUNK = 8  # pairs of exponentials
 
 # Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504; bf16 has the
 # range of fp32, where P V and the sum stay far below overflow.
@@ -41,7 +42,7 @@ def pack(low, high, dtype, *, loc=None, ip=None) -> Int32:
             [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
             f"cvt.rn.{kind}.f32 $0, $1, $2;",
             "=r,f,f",
-            has_side_effects=False,
+            has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
             loc=loc,
@@ -131,17 +132,24 @@ def mask(acc: cute.Tensor, k_lo, k_hi, first_column):
 def exponentials(acc: cute.Tensor, p: cute.Tensor, scale_log2, reference, dtype):
     """P = exp2(S * scale - reference) in 16 bits; returns this thread's sums of the two rows (fp32).
 
-    ``p``: the left operand's registers as Int32 pairs.
+    ``p``: the left operand's registers as Int32 pairs. A warp issues in order, so sums and conversions
+    follow a chunk behind the exponentials that they would wait for.
     """
-    n = const_expr(cute.size(acc.shape) // (2 * ROWS))
-    sums = [Float32(0.0), Float32(0.0)]
+    pairs = const_expr(cute.size(acc.shape) // 2)
     minus = [-reference[0], -reference[1]]
-    for j in cutlass.range_constexpr(n):
-        for h in cutlass.range_constexpr(ROWS):
-            low = ptx.ex2_ftz(fma(acc[4 * j + 2 * h], scale_log2, minus[h]))
-            high = ptx.ex2_ftz(fma(acc[4 * j + 2 * h + 1], scale_log2, minus[h]))
-            sums[h] = (low + high) if const_expr(j == 0) else sums[h] + low + high
-            p[2 * j + h] = pack(low, high, dtype)
+    sums = [None, None]
+    values = []
+    for first in cutlass.range_constexpr(0, pairs + CHUNK, CHUNK):
+        for r in cutlass.range_constexpr(first, min(first + CHUNK, pairs)):
+            low = cute.arch.exp2(fma(acc[2 * r], scale_log2, minus[r % 2]))
+            high = cute.arch.exp2(fma(acc[2 * r + 1], scale_log2, minus[r % 2]))
+            values.append((low, high))
+        for r in cutlass.range_constexpr(max(first - CHUNK, 0), min(first, pairs)):
+            low, high = values[r]
+            h = const_expr(r % 2)
+            sums[h] = (low + high) if const_expr(sums[h] is None) else sums[h] + low + high
+            p[r] = pack(low, high, dtype)
+        cute.arch.sync_warp()  # free; the assembler's scheduler does not move anything across it
     return sums[0], sums[1]
 
 
