@@ -64,7 +64,7 @@ def main() -> None:
     q, k, v = (torch.randn(shape).to(device, torch.bfloat16) for _ in range(3))
     causal = not args.full
     arch = api.arch_of(q.device)
-    spec = tune.forward_spec(AttnProblem.of(q, k, v, causal=causal))
+    spec = tune.forward_spec(AttnProblem.of(q, k, v, causal=causal), arch)
     cfg = tune.forward(spec, arch)
     print(show.text(cfg, f"{tune.KERNELS[arch.family][1]} on {arch}: {spec}"))
 

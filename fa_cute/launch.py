@@ -44,7 +44,7 @@ def _check(status) -> None:
 
 def forward(tensors, problem: AttnProblem, arch: Arch, backend: str) -> None:
     """Fill out and lse of ``tensors`` = (q, k, v, out, lse), which are as the caller holds them."""
-    spec = tune.forward_spec(problem)
+    spec = tune.forward_spec(problem, arch)
     cfg = tune.forward(spec, arch)
     kernel = compile.forward(cfg, spec, arch, backend)
     args = (*map(plain_strides, tensors), problem.softmax_scale)

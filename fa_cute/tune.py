@@ -22,6 +22,8 @@ KERNELS = {  # family -> module and class of the forward kernel; imported when a
     "sm90": ("fa_cute.fwd.sm90.kernel", "FwdSm90"),
     "sm100": ("fa_cute.fwd.sm100.kernel", "FwdSm100"),
 }
+RATIO_AT_RUN_TIME = ("sm100",)  # one kernel for MHA, GQA and MQA
+SCALE_OF_ANY_SIGN = ("sm100",)
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,15 @@ def forward(spec: FwdSpec, arch: Arch):
     return row.cfg
 
 
-def forward_spec(problem: AttnProblem) -> FwdSpec:
+def forward_spec(problem: AttnProblem, arch: Arch) -> FwdSpec:
     """The static part of a problem: what the forward kernel is traced with."""
+    ratio = 1 if arch.family in RATIO_AT_RUN_TIME else problem.qhead_per_kvhead
     return FwdSpec(
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         causal=problem.causal,
-        qhead_per_kvhead=problem.qhead_per_kvhead,
+        qhead_per_kvhead=ratio,
     )
 
 
@@ -136,7 +139,7 @@ def missing_forward(problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
         reasons.append(f"softcap={problem.softcap}: only 0 is implemented")
     if problem.has_sink:
         reasons.append("learnable_sink: only None is implemented")
-    if problem.softmax_scale <= 0:
+    if problem.softmax_scale <= 0 and arch.family not in SCALE_OF_ANY_SIGN:
         reasons.append(f"softmax_scale={problem.softmax_scale}: only positive ones are implemented")
     return tuple(reasons)
 

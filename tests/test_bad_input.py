@@ -81,7 +81,6 @@ WRONG = {
     ),
     "scale is a tensor": ((q, k, v), {"softmax_scale": torch.ones(())}, ArgumentError, ["item"]),
     "scale is True": ((q, k, v), {"softmax_scale": True}, ArgumentError, ["bool"]),
-    "scale negative": ((q, k, v), {"softmax_scale": -1.0}, UnsupportedError, ["softmax_scale"]),
     "causal is 2": ((q, k, v), {"causal": 2}, ArgumentError, ["causal", "2"]),
     "causal is None": ((q, k, v), {"causal": None}, ArgumentError, ["causal"]),
     "window is an int": ((q, k, v), {"window_size": 5}, ArgumentError, ["window_size", "pair"]),

@@ -148,7 +148,7 @@ def test_expanded_keys():
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 0.0, -0.5])
 def test_scales(scale):
     q, k, v = qkv((140, 260), (1, 1), 64, torch.bfloat16)
     out, lse = flash_attn_func(q, k, v, scale, True, return_lse=True, backend="sim")
