@@ -34,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileSpace:
-    """``num_m`` blocks x ``num_heads`` query heads x ``num_batch``; below 2^31 tiles in all."""
+    """``num_m`` blocks x ``num_heads`` query heads x ``num_batch``; below 2^30 tiles in all."""
 
     num_m: Any
     num_heads: Any
