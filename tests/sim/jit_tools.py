@@ -33,14 +33,24 @@ def program(body: str) -> jit.Program:
 
 def rows_of(warp: jit.WarpState, name: str) -> np.ndarray:
     """The 32 lanes of a register (a predicate as 0/1 per lane)."""
-    reg = warp.program.kernel.regs[name]
+    return rows_in(warp.program.kernel, warp, name)
+
+
+def rows_in(kernel: ptx.Kernel, warp, name: str) -> np.ndarray:
+    """`rows_of` for a warp of any engine."""
+    reg = kernel.regs[name]
     if reg.bank is ptx.Bank.PRED:
         return np.array([int(warp.pred[reg.index]) >> i & 1 for i in range(32)], np.uint32)
     return (warp.r64 if reg.bank is ptx.Bank.R64 else warp.r32)[reg.index]
 
 
 def set_rows(warp: jit.WarpState, name: str, values) -> None:
-    reg = warp.program.kernel.regs[name]
+    set_rows_of(warp.program.kernel, warp, name, values)
+
+
+def set_rows_of(kernel: ptx.Kernel, warp, name: str, values) -> None:
+    """`set_rows` for a warp of any engine."""
+    reg = kernel.regs[name]
     if reg.bank is ptx.Bank.PRED:
         bits = sum(int(v != 0) << i for i, v in enumerate(np.broadcast_to(values, 32)))
         warp.pred[reg.index] = bits

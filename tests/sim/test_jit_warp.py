@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fa_cute.errors import MisuseError
+from fa_cute.errors import MisuseError, SimError
 from fa_cute.sim import jit
 from fa_cute.sim.jit.registers import compact
 from tests.sim import jit_tools as t
@@ -189,6 +189,13 @@ def test_stops_of_diverged_groups_and_switching():
     assert (t.rows_of(warp, "%r3") == 3).all()
 
 
+def test_a_warp_that_has_left_stays_away():
+    warp = run("mov.b32 %r1, 4;")
+    assert warp.run() >> 60 == jit.KIND_EXIT and warp.ctx.count == 2
+    warp.start()
+    assert warp.run() >> 60 == jit.KIND_EXIT and warp.ctx.count == 2
+
+
 def test_budget_interrupts_endless_loops():
     warp = t.program("L: add.s32 %r1, %r1, 1; bra.uni L;").warp()
     warp.ctx.budget = 1000
@@ -317,6 +324,15 @@ def test_a_collective_without_its_members_is_an_error():
     warp = t.program("setp.lt.u32 %p1, %r1, 16; @%p1 shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;").warp()
     t.set_rows(warp, "%r1", LANE)
     assert warp.run() >> 60 == jit.KIND_ERROR and isinstance(warp.error(), MisuseError)
+
+
+def test_trap_is_an_error_of_the_kernel():
+    warp = t.program("setp.eq.u32 %p1, %r1, 5; @%p1 trap;").warp()
+    assert warp.run() >> 60 == jit.KIND_EXIT
+    warp.start()
+    t.set_rows(warp, "%r1", LANE)
+    assert warp.run() >> 60 == jit.KIND_ERROR
+    assert isinstance(warp.error(), SimError) and "lane 5" in str(warp.error())
 
 
 def test_special_registers():

@@ -12,7 +12,7 @@ RECORD_FN, RECORD_GUARD, RECORD_FLIP, RECORD_SLOTS, RECORD_IMM = 0, 8, 12, 16, 5
 RECORD_NUM_SLOTS = 10
 
 # What `Context.error` says.
-OUT_OF_BOUNDS, MISALIGNED, WRONG_CTA, PARTIAL_WARP, TOO_MANY_GROUPS, BAD_OPERAND = range(1, 7)
+OUT_OF_BOUNDS, MISALIGNED, WRONG_CTA, PARTIAL_WARP, TRAPPED = range(1, 6)
 
 # Kinds of stop: the top four bits of what `run` returns.
 KIND_STOP, KIND_EXIT, KIND_ERROR, KIND_BUDGET = range(4)
@@ -54,6 +54,7 @@ class Context(ctypes.Structure):
         ("live", ctypes.c_uint32),  # lanes that haven't left
         ("smem", ctypes.c_uint64 * MAX_RANKS),  # + low 24 bits of an address = the byte
         ("smem_valid", ctypes.c_uint64 * MAX_RANKS),
+        ("mark", ctypes.c_uint64),  # eight times the byte that a store leaves in smem_valid
         ("group_pc", ctypes.c_uint32 * 32),
         ("group_mask", ctypes.c_uint32 * 32),
         ("group_parked", ctypes.c_uint32 * 32),  # waits for other lanes before this instruction

@@ -342,7 +342,7 @@ def _float_to_float(form: Form, x: Val, dest: str) -> Val:
         result = x if x.elem == "f64" else math.to_f32(x).cast("fpext", "f64")
     elif dest == "f32":
         result = math.nearest_of(x, mode) if x.elem == "f64" else math.to_f32(x)
-        if result.elem == "f32" and source != "f32":
+        if source in ("f16", "f64"):  # bf16 is a shift: the bits of a NaN stay
             result = math.quiet(result)
     else:
         single = math.nearest_of(x, "odd") if x.elem == "f64" else math.to_f32(x)

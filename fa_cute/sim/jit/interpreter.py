@@ -17,6 +17,7 @@ from fa_cute.sim.jit.context import (
     RECORD_FLIP,
     RECORD_GUARD,
     RECORD_SLOTS,
+    TRAPPED,
     offset_of,
 )
 from fa_cute.sim.jit.ir import BRANCH, CONVERGE, ERROR, LEAVE, NEXT, PTR, STOP, Fn, Val
@@ -35,6 +36,17 @@ def branch(form: Form) -> Spec:
 def leave(form: Form) -> Spec:
     form.rest("uni")
     return Spec((), lambda f: f.done(LEAVE))
+
+
+@op("trap")
+def trap(form: Form) -> Spec:
+    """The kernel's own assertion failed."""
+
+    def emit(f: Fn) -> None:
+        lane = f.intrinsic("cttz", [f.mask], "i32", "<{is_zero_poison = true}>")
+        f.fail(TRAPPED, lane, f.const(0, "i64"))
+
+    return Spec((), emit)
 
 
 @op("stop")
@@ -146,6 +158,8 @@ class _Loop:
     def text(self) -> str:
         f = self.f
         base, code = f.field("base", PTR), f.field("code", PTR)
+        with f.when(f.field("live").eq(0)):  # it has left before
+            f.give(f.const(KIND_EXIT << 60, "i64"))
         self.reload()
         start = f.field("count")
         f.store(start, self.count)

@@ -158,7 +158,7 @@ def _valid_pointer(f: Fn, address: Val) -> Val:
     return _rank_base(f, rank, "smem_valid").gep(offset)
 
 
-_ONES = 0x0101010101010101
+_ONES, _TOPS = 0x0101010101010101, 0x8080808080808080
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
@@ -169,15 +169,16 @@ def _pieces(size: int) -> list[tuple[int, int]]:
 def mark_valid(f: Fn, address: Val, size: int) -> None:
     pointer = _valid_pointer(f, address)
     for offset, width in _pieces(size):
-        f.store(f.const(_ONES & ((1 << 8 * width) - 1), f"i{8 * width}"), pointer.gep(offset), 1)
+        f.store(f.field("mark").int(f"i{8 * width}"), pointer.gep(offset), 1)
 
 
 def check_valid(f: Fn, lane: Val, address: Val, size: int) -> None:
     pointer = _valid_pointer(f, address)
     complete = None
     for offset, width in _pieces(size):
-        ty = f"i{8 * width}"
-        good = f.load(pointer.gep(offset), ty, 1).eq(_ONES & ((1 << 8 * width) - 1))
+        ones, tops = _ONES & ((1 << 8 * width) - 1), _TOPS & ((1 << 8 * width) - 1)
+        marks = f.load(pointer.gep(offset), f"i{8 * width}", 1)
+        good = ((marks - ones) & ~marks & tops).eq(0)  # no byte is zero
         complete = good if complete is None else complete & good
     with f.when(~complete):
         f.call("note_unset", [f.ctx, lane, address, f.const(size, "i64")], PTR)

@@ -79,7 +79,7 @@ def _alternatives(text: str) -> list[str]:
 
 
 PACKS: dict[str, list[str]] = {
-    "loop": ["bra", "bra.uni", "ret", "exit", "stop"],
+    "loop": ["bra", "bra.uni", "ret", "exit", "trap", "stop"],
     "float": _forms(_FLOAT),
     "integer": _forms(_INTEGER),
     "move": _forms(_MOVE),

@@ -200,6 +200,7 @@ class WarpState:
         self.ctx.base, self.ctx.code = self.block.ctypes.data, program.records.ctypes.data
         self.ctx.budget = 1 << 40
         self.ctx.n_ranks = 1
+        self.ctx.mark = 0x0101010101010101
         self.reset()
         self.start()
 
@@ -297,6 +298,8 @@ class WarpState:
             return MisuseError(f"{what}: not aligned to the size of the access")
         if ctx.error == cx.WRONG_CTA:
             return MisuseError(f"{what}: not in this CTA's shared memory (ranks: {ctx.n_ranks})")
+        if ctx.error == cx.TRAPPED:
+            return SimError(f"{instr.where}: the kernel stopped itself in lane {ctx.error_lane}")
         return MisuseError(
             f"{instr.where}: {instr.op} needs lanes of its member mask that never come"
             f" (executing groups: {self.groups()})"

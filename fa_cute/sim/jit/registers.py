@@ -17,6 +17,7 @@ from fa_cute.sim.ptx import Bank, Instr, Kernel, Label, Mem, Pair, Reg, Vec
 _BANKS = (Bank.R32, Bank.R64)
 # Their register operands may be written after the instruction is over.
 _ASYNCHRONOUS = ("wgmma",)
+_ENDS = ("bra", "ret", "exit", "trap")
 # No destination register comes first in these.
 _NO_RESULT = frozenset(
     (
@@ -108,7 +109,7 @@ class _Intervals:
         count = len(self.instrs)
         leaders = {0}
         for index, instr in enumerate(self.instrs):
-            if instr.parts[0] in ("bra", "ret", "exit"):
+            if instr.parts[0] in _ENDS:
                 leaders.add(index + 1)
                 leaders.update(o.target for o in instr.operands if isinstance(o, Label))
         starts = sorted(s for s in leaders if s < count)
@@ -120,7 +121,7 @@ class _Intervals:
             targets = [
                 number[o.target] for o in last.operands if isinstance(o, Label) and o.target < count
             ]
-            always = last.guard is None and last.parts[0] in ("bra", "ret", "exit")
+            always = last.guard is None and last.parts[0] in _ENDS
             if not always and i + 1 < len(starts):
                 targets.append(i + 1)
             following.append(targets)
