@@ -249,6 +249,8 @@ def add_f32(a, b, how):
     a, b = a.astype(np.float64), b.astype(np.float64)
     s = a + b
     back = s - a
+    if how == "rm":  # an exact zero from unlike signs is negative
+        s = np.where((s == 0) & (np.signbit(a) != np.signbit(b)), -0.0, s)
     return round_f32(s, (a - (s - back)) + (b - back), how)
 
 
@@ -271,7 +273,11 @@ def float_max(a, b, nan: bool, smallest: bool = False):
     zero_first = np.signbit(a) == smallest  # +0 > -0
     out = pick(a, b) if nan else loose(a, b)
     both_zero = (a == 0) & (b == 0)
-    return np.where(both_zero, np.where(zero_first, a, b), out)
+    out = np.where(both_zero, np.where(zero_first, a, b), out)
+    if out.dtype == np.float32:
+        canonical = np.array(0x7FFFFFFF, np.uint32).view(np.float32)
+        out = np.where(np.isnan(out), canonical, out)
+    return out
 
 
 # ---- instruction families ----

@@ -243,6 +243,8 @@ def bind_wait(ins: Instr, k):
     index = getattr(dst, "index", None)
 
     def wait(warp, mask):
+        if warp.flush is not None:
+            warp.flush()  # whether it must wait or not: results don't depend on the schedule
         addr = address(warp, mask)
         cta = warp.cta
         barrier = cta.mbarriers.get(addr & ops.OFFSET_MASK)

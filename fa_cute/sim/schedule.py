@@ -2,7 +2,9 @@
 
 An asynchronous operation (a TMA copy, an MMA, a bulk store) is posted with the agent that performs
 it. Operations of one agent happen in order; agents are independent of each other. A schedule picks
-the moment: at issue (`early`), when nothing else can run (`late`), or at random.
+the moment: at issue (`early`), when nothing else can run (`late`), or at random. `priority` gives
+every warp and every kind of operation a random rank and always runs the highest that can go on, so
+some role is always as far ahead, and another as far behind, as the program allows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from fa_cute.errors import ArgumentError
 from fa_cute.sim.handlers import Signal, Wait
 
-MODES = ("early", "late", "random")
+MODES = ("early", "late", "random", "priority")
 WARP_ORDERS = ("order", "random")
 
 
@@ -35,11 +37,11 @@ class Schedule:
 
     @classmethod
     def of(cls, text: Schedule | str) -> Schedule:
-        """`early`, `late`, `random:7` (async and warps at random with seed 7), or a Schedule."""
+        """`early`, `late`, `random:7`, `priority:7` (warps too, with seed 7), or a Schedule."""
         if isinstance(text, Schedule):
             return text
         mode, _, seed = text.partition(":")
-        return cls(mode, "random" if mode == "random" else "order", int(seed or 0))
+        return cls(mode, "random" if mode in ("random", "priority") else "order", int(seed or 0))
 
     def __str__(self) -> str:
         return f"{self.mode}/{self.warps}/{self.seed}"
@@ -58,6 +60,8 @@ class AsyncQueue:
         self.timeline = None
         self.owner = None  # the CTA whose warp, or whose operation, is running
         self._running = False
+        self.ranks: dict[str, float] | None = {} if schedule.mode == "priority" else None
+        self.running = 1.0  # rank of whatever runs now
 
     def __len__(self) -> int:
         return sum(len(q) for q in self.agents.values())
@@ -75,6 +79,13 @@ class AsyncQueue:
                 self.run_one()
             return
         self.agents.setdefault(agent, deque()).append((kind, fn, self.owner))
+        if self.ranks is not None:
+            while not self._running and agent in self.agents and self.rank(agent) > self.running:
+                self._running = True
+                try:
+                    self._perform(agent)
+                finally:
+                    self._running = False
         self.order.append(agent)
 
     def trace(self, clock: list[int], counters) -> None:
@@ -97,6 +108,19 @@ class AsyncQueue:
             plain(kind, agent, timed)
 
         self.post = post
+
+    def rank(self, agent: Hashable) -> float:
+        """Priority of an agent; half of the agents of a kind share one."""
+        rank = self.ranks.get(agent)
+        if rank is None:
+            kind = self.agents[agent][0][0]
+            shared = self.ranks.setdefault(kind, self.rng.random())
+            rank = self.ranks[agent] = shared if self.rng.random() < 0.5 else self.rng.random()
+        return rank
+
+    def highest(self) -> Hashable | None:
+        """The agent that a priority schedule runs next."""
+        return max(self.agents, key=self.rank) if self.agents else None
 
     def pending(self, agent: Hashable) -> int:
         return len(self.agents.get(agent, ()))
@@ -121,10 +145,15 @@ class AsyncQueue:
         _, fn, owner = queue.popleft()
         if not queue:
             del self.agents[agent]
+            if self.ranks is not None:
+                self.ranks.pop(agent, None)
         self.done += 1
         outer, self.owner = self.owner, owner
         fn()
         self.owner = outer
+
+    def run_agent(self, agent: Hashable) -> None:
+        self._perform(agent)
 
     def drain(self, agent: Hashable) -> None:
         """Perform everything that one agent still has to do."""

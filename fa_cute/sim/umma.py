@@ -104,6 +104,7 @@ def pipe_of(warp: Warp) -> Pipe:
     pipe = warp.cta.scratch.get(key)
     if pipe is None:
         pipe = warp.cta.scratch[key] = Pipe(warp)
+        warp.flush = pipe.flush  # what was issued may happen while the warp waits
     return pipe
 
 

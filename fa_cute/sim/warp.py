@@ -40,6 +40,7 @@ class Warp:
         "cluster_generation",
         "core",
         "cta",
+        "flush",
         "index",
         "last_seen",
         "live",
@@ -82,6 +83,7 @@ class Warp:
         self.skew = 0  # simulated step minus instructions executed
         self.regs = cta.launch_regs
         self.cluster_generation = None
+        self.flush = None  # hands work that a handler still collects to the queue, at a wait
         self.warpgroup = cta.warpgroups[index // 4]
         self._groups: dict[str, Groups] = {}
         self.spins: dict[int, tuple] = {}
@@ -103,14 +105,18 @@ class Warp:
 
     def run(self) -> None:
         """Go on until the warp waits, leaves or yields."""
-        run, steps = self.run_core, self.steps
-        self.machine.queue.owner = self.cta
+        run, steps, machine = self.run_core, self.steps, self.machine
+        machine.queue.owner = self.cta
         while True:
             stop = run()
             if stop < 0x1000000000000000:
                 self.at = pc = stop >> 32
                 wait = steps[pc](self, stop & FULL)
                 if wait is not None and not self.block(wait):
+                    return
+                if machine.preempt:
+                    machine.preempt = False
+                    machine.ready.append(self)
                     return
             else:
                 if self.leave(stop):
@@ -141,6 +147,11 @@ class Warp:
             if wait is not None and not self.block(wait):
                 timeline.add(self.cta.ctaid, lane, start, now)
                 return
+            if machine.preempt:
+                machine.preempt = False
+                timeline.add(self.cta.ctaid, lane, start, now)
+                machine.ready.append(self)
+                return
 
     def block(self, wait: Wait) -> bool:
         """Register the wait; True when it is over at once."""
@@ -167,7 +178,7 @@ class Warp:
             again = wait.then(self)
             if again is not None and not self.block(again):
                 return
-        self.machine.ready.append(self)
+        self.machine.woken(self)
 
     def leave(self, stop: int) -> bool:
         """Not a handled instruction: exit, error, or the end of a time slice."""
