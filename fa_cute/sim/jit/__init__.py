@@ -22,6 +22,8 @@ _NATIVE_FORMS = ("ldmatrix", "stmatrix", "movmatrix")  # the common ones of many
 def native(instr: Instr) -> bool:
     """Whether native code takes an instruction that also has a handler."""
     name = instr.parts[0]
+    if "proxy" in instr.parts:  # the machine tracks what the asynchronous proxy may see
+        return False
     if name in _NATIVE or instr.op == "bar.warp.sync":
         return True
     return name in _NATIVE_FORMS and supports(instr)
