@@ -6,6 +6,8 @@ memory).
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 from .smem import SmemPlan
@@ -27,6 +29,14 @@ def text(plan: Any, title: str = "") -> str:
         parts.append(tmem_text(tmem))
     parts.append(smem_text(plan.smem))
     return "\n\n".join(parts) + "\n"
+
+
+def markdown(plan: Any, title: str) -> str:
+    """A documentation page: the docstring of the plan's module, then the plan."""
+    about = inspect.cleandoc(sys.modules[type(plan).__module__].__doc__ or "")
+    headline, _, rest = about.partition("\n")
+    drawing = f"```text\n{rest.strip()}\n```\n\n" if rest.strip() else ""
+    return f"# {title}\n\n{headline}\n\n{drawing}## The plan\n\n```text\n{text(plan)}```\n"
 
 
 def warps_text(warps: WarpPlan) -> str:
