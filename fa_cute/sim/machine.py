@@ -40,6 +40,7 @@ class Options:
     progress: bool | None = None
     plan: dict | None = None
     budget: int = 1_000_000  # warp instructions of one time slice
+    limit: int | None = None  # warp instructions of one warp, after which a run is given up
     unset: str = "report"  # reads of memory that nothing wrote: "report", "raise" or "ignore"
     engine: str | None = None  # "jit", "python", or None: FA_CUTE_SIM_JIT decides
 
@@ -167,6 +168,9 @@ class Cta:
                     f"CTA {self.ctaid} exits while its asynchronous operations still use its "
                     f"memory: {', '.join(sorted(set(flying)))} (schedule {self.machine.schedule})"
                 )
+            late = [k for k in self.machine.queue.of(self) if not k.endswith((".write", ".store"))]
+            for kind in sorted(set(late)):
+                self.machine.warn(f"a CTA exits while a {kind} of its warps is outstanding")
             self.machine.queue.finish(self)
         self.cluster.cta_left()
 
@@ -245,7 +249,13 @@ class Machine:
         self.globals_address = program.globals_address
         self.queue = AsyncQueue(schedule)
         self.rng = random.Random(schedule.seed ^ 0x5EED)
+        self.preempt = False  # the running warp is to stop after its instruction
         self.random_warps = schedule.warps == "random"
+        self.warp_ranks = {
+            (rank, index): self.rng.random()
+            for rank in range(launch.cluster_size)
+            for index in range(launch.warps)
+        }
         self.counters: collections.Counter = collections.Counter()
         self.unset: dict[tuple, list] = {}
         self.warnings: dict[str, int] = {}
@@ -321,6 +331,15 @@ class Machine:
         warp.wait = Spin(warp)
         self.spinning.append(warp)
 
+    def woken(self, warp: Warp) -> None:
+        """A warp can go on; whoever woke it may have to let it go first."""
+        self.ready.append(warp)
+        if self.random_warps:
+            if self.queue.ranks is None:
+                self.preempt = self.rng.random() < PREEMPT
+            elif self.warp_ranks[warp.cta.rank, warp.index] > self.queue.running:
+                self.preempt = True
+
     def ask(self) -> None:
         """Look again at the warps that wait on something without a Signal."""
         if self.asking:
@@ -385,7 +404,10 @@ class Machine:
                     pass
                 return
             if ready:
-                self.run_ready()
+                if queue.ranks is None:
+                    self.run_ready()
+                else:
+                    self.run_highest()
                 continue
             if queue.run_one():
                 self.fresh_progress = True
@@ -406,20 +428,50 @@ class Machine:
 
     def run_ready(self) -> None:
         ready, queue = self.ready, self.queue
-        random_warps, lazy = self.random_warps, not queue.early
-        run = Warp.run if self.timeline is None else Warp.run_traced
+        random_warps, lazy, run_one = self.random_warps, not queue.early, self.run_one
         while ready:
             if random_warps:
                 ready.rotate(-self.rng.randrange(len(ready)))
-            warp = ready.popleft()
-            before = warp.core.ctx.count
-            run(warp)
-            if type(warp.wait) is not Spin or warp.core.ctx.count - before > SPIN_INSTRUCTIONS:
-                self.fresh_progress = True
+            run_one(ready.popleft())
             if lazy:
                 queue.between_warps()
             if self.asking:
                 self.ask()
+
+    def run_one(self, warp: Warp) -> None:
+        """Run a warp until it waits; note whether that was more than a look at some memory."""
+        ctx = warp.core.ctx
+        before = ctx.count
+        if self.timeline is None:
+            warp.run()
+        else:
+            warp.run_traced()
+        limit = self.options.limit
+        if limit is not None and ctx.count > limit:
+            raise SimError(f"warp {warp.index} has executed more than {limit} instructions")
+        if type(warp.wait) is not Spin or ctx.count - before > SPIN_INSTRUCTIONS:
+            self.fresh_progress = True
+
+    def run_highest(self) -> None:
+        """The ready warp or the operation with the highest rank; now and then a rank changes."""
+        queue, ranks = self.queue, self.warp_ranks
+        warp = max(self.ready, key=lambda w: ranks[w.cta.rank, w.index])
+        rank = ranks[warp.cta.rank, warp.index]
+        agent = queue.highest()
+        if self.rng.random() < CHANGE_OF_RANK:
+            key = self.rng.choice([*ranks, *queue.ranks])
+            (ranks if key in ranks else queue.ranks)[key] = self.rng.random()
+        if agent is not None and queue.rank(agent) > rank:
+            queue.run_agent(agent)
+            self.fresh_progress = True
+            self.ask()
+            return
+        self.ready.remove(warp)
+        queue.running, self.preempt = rank, False
+        self.run_one(warp)
+        queue.running = 1.0
+        if self.asking:
+            self.ask()
 
     def max_resident(self) -> int:
         """Clusters that fit on the device at once."""
@@ -434,6 +486,8 @@ class Machine:
         return max(1, arch.num_sms * per_sm // launch.cluster_size)
 
 
+PREEMPT = 0.25  # probability that a woken warp goes before the one that woke it (random schedule)
+CHANGE_OF_RANK = 0.005  # probability per step of a priority schedule
 SPIN_INSTRUCTIONS = 64  # a polling loop is shorter than this
 
 
