@@ -111,7 +111,10 @@ class Softmax:
             maximum, factor = softmax.grow_max(
                 maximum, new, cx.args.scale_log2, cx.cfg.rescale_log2
             )
-            stats_free = stats.acquire_and_advance()  # correction read the factor before
+            # Correction read what was here before it let mma accumulate the block before, and this
+            # block's S came after that: no wait, only the next slot.
+            stats_free = stats.current_handle()
+            stats.advance()
             sStats = cx.smem.sStats[row.thread, None, row.t]
             sStats[0] = factor
             stats_free.commit()
