@@ -142,7 +142,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A `.shared`, `.global` or `.const` variable; `size` 0 with `extern` is dynamic shared memory."""
+    """A `.shared`, `.global`, `.const` or `.local` variable; `extern` of size 0 is dynamic memory."""
 
     name: str
     space: str
@@ -169,6 +169,7 @@ class Kernel:
     text: str = field(repr=False, default="")
     regs: dict[str, Reg] = field(repr=False, default_factory=dict)
     globals: dict[str, Var] = field(repr=False, default_factory=dict)
+    local: dict[str, Var] = field(repr=False, default_factory=dict)
 
     @property
     def param_bytes(self) -> int:
@@ -279,6 +280,7 @@ class _Body:
 
     def __init__(self, text: str, line_of, shared: dict[str, Var]):
         self.text, self.line_of, self.shared = text, line_of, shared
+        self.local: dict[str, Var] = {}
         self.counts = {Bank.R32: 0, Bank.R64: 0, Bank.PRED: 0}
         self.regs: dict[str, Reg] = {}
         self.scope = _Scope(None, 0)
@@ -382,6 +384,9 @@ class _Body:
             elif word in (".shared", ".extern") or ".shared" in text.split("=")[0]:
                 var = _variable(text)
                 self.shared[var.name] = var
+            elif word == ".local":
+                var = _variable(text)
+                self.local[var.name] = var
             elif word not in (
                 ".pragma",
                 ".param",
@@ -579,5 +584,6 @@ def _read_kernel(text: str, source: str, pos: int, brace: int, around) -> tuple[
         text=source[pos:end],
         regs=body.regs,
         globals={n: v for n, v in variables.items() if v.space != "shared"},
+        local=body.local,
     )
     return kernel, end

@@ -279,6 +279,22 @@ def test_other_integer_instructions():
         compare(op, found, [rule(*r) for r in rows], (a, b, c), 32)
 
 
+@pytest.mark.parametrize("width", [32, 64])
+def test_carry_chains(width):
+    gen = rng("carry" + str(width))
+    a, b, c, d = (t.ints(gen, COUNT, width) for _ in range(4))
+    reg, kind = REG[width], f"u{width}"
+    inputs = dict(zip((f"{reg}{i}" for i in (1, 2, 3, 4)), (a, b, c, d), strict=True))
+    for op, sign in (("add", 1), ("sub", -1)):
+        body = f"{op}.cc.{kind} {reg}5, {reg}1, {reg}3; {op}c.cc.{kind} {reg}6, {reg}2, {reg}4; "
+        body += f"{op}c.{kind} {reg}7, 0, 0;"
+        low, high, top = t.evaluate(body, inputs, f"{reg}5", f"{reg}6", f"{reg}7")
+        for i in range(COUNT):
+            one, two = (int(x[i]) | int(y[i]) << width for x, y in ((a, b), (c, d)))
+            want = (one + sign * two) & ((1 << 3 * width) - 1)
+            assert int(low[i]) | int(high[i]) << width | int(top[i]) << 2 * width == want
+
+
 # ---- moves ----
 
 

@@ -229,6 +229,24 @@ def test_generic_addresses_choose_the_space():
     assert t.rows_of(warp, "%p1").all() and t.rows_of(warp, "%p2").all()
 
 
+def test_local_memory_belongs_to_a_lane():
+    body = """.local .align 8 .b8 other[12]; .local .align 16 .b8 depot[32];
+    mov.b64 %rd1, depot; cvta.local.u64 %rd2, %rd1; shl.b32 %r2, %r1, 2; and.b32 %r2, %r2, 28;
+    cvt.u64.u32 %rd3, %r2; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
+    st.local.b32 [%rd4], %r1; ld.local.b32 %r3, [%rd4]; ld.b32 %r4, [%rd5];
+    st.local.b64 [other], %rd3; ld.local.b32 %r5, [depot+28]; isspacep.local %p1, %rd5;"""
+    warp, *_ = make(body)
+    t.set_rows(warp, "%r1", np.arange(32) + 100)
+    finish(warp)
+    for name in ("%r3", "%r4"):
+        assert (t.rows_of(warp, name) == np.arange(32) + 100).all()
+    own = np.arange(32) + 100
+    assert (t.rows_of(warp, "%r5") == np.where(own % 8 == 7, own, 0)).all()
+    assert t.rows_of(warp, "%p1").all()
+    warp, *_ = make(".local .align 4 .b8 d[8]; st.local.b32 [d+16], %r1;")
+    assert warp.run() >> 60 == jit.KIND_ERROR and isinstance(warp.error(), OutOfBoundsError)
+
+
 def test_parameters():
     params = np.arange(64, dtype=np.uint8) + 1
     body = """ld.param.b64 %rd1, [p0]; ld.param.v4.b32 {%r1, %r2, %r3, %r4}, [p1+16];

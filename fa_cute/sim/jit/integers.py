@@ -28,7 +28,36 @@ def shift(kind: str, value: Val, count: Val) -> Val:
     return result if kind == "ashr" else inside.select(result, 0)
 
 
+@op("addc", "subc")
+def with_carry(form: Form) -> Spec:
+    """add.cc, addc{.cc} and their kin: a carry (or borrow) bit per lane lives in the context."""
+    form.rest("cc", form.type)
+    elem, _ = int_type(form.type)
+    adds, takes = form.op.startswith("add"), form.op.endswith("c")
+    if WIDTHS[elem] < 32:
+        raise Unsupported(form.key)
+
+    def emit(f: Fn) -> None:
+        a, b = f.args(1, 2)
+        carry = f.to_lanes(f.field("carry")).cast("zext", elem) if takes else None
+        total = a + b if adds else a - b
+        over = total.cmp("ult", a) if adds else a.cmp("ult", b)
+        if takes:
+            again = total + carry if adds else total - carry
+            over = over | (again.cmp("ult", total) if adds else total.cmp("ult", carry))
+            total = again
+        f.out(0, total)
+        if form.has("cc"):
+            bits = f.to_mask(over)
+            f.set_field("carry", (bits & f.mask) | (f.field("carry") & ~f.mask))
+        f.done()
+
+    return Spec((f"={elem}", elem, elem), emit)
+
+
 def add_sub(form: Form) -> Spec:
+    if form.has("cc"):
+        return with_carry(form)
     signed = form.type[0] == "s"
     if form.has("sat"):
         if form.type not in ("s32", "u32", "s16x2", "u16x2"):

@@ -35,6 +35,13 @@ class _Rows:
         self.specials: dict[str, int] = {}
         # (offset in shared memory, bits of a lane) -> row with the rank added
         self.shared: dict[tuple[int, int], int] = {}
+        self.local: dict[str, int] = {}  # offsets of variables in a lane's local memory
+        self.local_bytes = 0
+        for var in kernel.local.values():
+            self.local_bytes += -self.local_bytes % var.align
+            self.local[var.name] = self.local_bytes
+            self.local_bytes += var.size
+        self.local_bytes += -self.local_bytes % 16
         self.registers: dict[int, int] = {}  # by identity: the parser has one object per register
         self.preds = self._new(4 * (kernel.npred + 3))
         self.true = self.preds + 4 * kernel.npred
@@ -61,6 +68,8 @@ class _Rows:
         name = operand.name
         if name in self.kernel.param:
             return self.const(self.kernel.param[name].offset + operand.offset, width)
+        if name in self.local:
+            return self.const(self.local[name] + operand.offset, width)
         if name not in self.symbols:
             raise Unsupported(f"symbol {name}")
         value = self.symbols[name] + operand.offset
@@ -225,7 +234,6 @@ class WarpState:
         rank: int = 0,
         params: np.ndarray | None = None,
         extents: np.ndarray | None = None,
-        local_bytes: int = 0,
     ) -> None:
         """Point the context at the memories; `smem[r]` starts at shared address `base` of CTA r."""
         ctx = self.ctx
@@ -245,6 +253,7 @@ class WarpState:
             extents = np.ascontiguousarray(extents, np.uint64)
             ctx.extents, ctx.n_extents = extents.ctypes.data, len(extents)
             ctx.last_extent = 0
+        local_bytes = self.program.rows.local_bytes
         local = np.zeros(32 * local_bytes + 16, np.uint8)
         ctx.local, ctx.local_size = local.ctypes.data + -local.ctypes.data % 16, local_bytes
         self._keep = [smem, shadows, params, extents, local]
