@@ -142,7 +142,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A `.shared`, `.global`, `.const` or `.local` variable; `extern` of size 0 is dynamic memory."""
+    """A `.shared`, `.global`, `.const` or `.local` variable; `extern` of size 0 is dynamic."""
 
     name: str
     space: str
