@@ -76,7 +76,7 @@ class Core(MemoryMixin):
         self.r64 = np.zeros((max(kernel.n64, 1), 32), np.uint64)
         self.pred = np.zeros(max(kernel.npred, 1), np.uint32)
         self.ctx = SimpleNamespace(
-            count=0, budget=1_000_000, unset_count=0, unset_pc=0, unset_addr=0
+            count=0, budget=1_000_000, unset_count=0, unset_pc=0, unset_addr=0, mark=1
         )
         self.specials: dict[str, np.ndarray] = {}
         self.memory = GlobalMemory()

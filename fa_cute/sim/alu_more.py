@@ -335,7 +335,7 @@ class MemoryMixin:
                         self.ctx.unset_pc, self.ctx.unset_addr = self.pc, addr
                     self.ctx.unset_count += 1
             else:
-                self.valid[rank][offset : offset + size] = 1
+                self.valid[rank][offset : offset + size] = self.ctx.mark & 0xFF
             return self.smem[rank][offset : offset + size]
         if space == "param":
             addr = self.param_address + addr if addr < 4096 else addr

@@ -49,7 +49,7 @@ def bind_copy(ins: Instr, k):
             _fetch(machine.memory, values, src, take, size, ins)
             where = dst[:, None] + counting
             cta.smem[where] = values
-            cta.smem_valid[where] = 1
+            cta.smem_valid[where] = warp.core.ctx.mark & 0xFF  # a write of the generic proxy
             machine.counters["cp.async"] += int(take.sum())
             done()
 

@@ -107,12 +107,10 @@ def bind_stmatrix(ins: Instr, k):
             if transposed:
                 cells = np.ascontiguousarray(cells.transpose(0, 2, 1))
         chunk_view(cta.smem)[chunks] = cells.reshape(rows, -1).view(CHUNK_TYPE)[:, 0]
-        chunk_view(cta.smem_valid)[chunks] = _WRITTEN
+        marks = np.full(16, warp.core.ctx.mark & 0xFF, np.uint8)
+        chunk_view(cta.smem_valid)[chunks] = marks.view(CHUNK_TYPE)[0]
 
     return step
-
-
-_WRITTEN = np.ones(16, np.uint8).view(CHUNK_TYPE)[0]
 
 
 def _rows_b8(regs: np.ndarray) -> np.ndarray:

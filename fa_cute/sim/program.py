@@ -12,6 +12,7 @@ from fa_cute.errors import MisuseError
 from fa_cute.sim import handlers
 from fa_cute.sim import operands as ops
 from fa_cute.sim.memory import SharedMemory, TensorMemory, aligned_zeros
+from fa_cute.sim.proxy import Proxy
 from fa_cute.sim.ptx import Kernel
 from fa_cute.sim.warp import Warp, Warpgroup
 
@@ -147,6 +148,7 @@ class Program:
                     cta.tensor_memory.reset()
             cta.fresh = False
             self._start_cta(machine, cta, cluster_id, inside)
+        cluster.proxy = Proxy(cluster)
 
     def _start_cta(self, machine, cta, cluster_id, inside) -> None:
         from fa_cute.sim.sync import RegisterPool

@@ -12,6 +12,7 @@ from fa_cute.sim import layouts
 from fa_cute.sim.layouts import CHUNK, swizzle
 from fa_cute.sim.memory import place
 from fa_cute.sim.operands import OFFSET_MASK, RANK_SHIFT, first_lane
+from fa_cute.sim.proxy import VISIBLE
 
 if TYPE_CHECKING:
     from fa_cute.sim.layouts import Gather
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 RAW_TYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by element bytes
 CHUNK_TYPE = np.complex128  # 16 bytes that numpy moves as one item
 _PHASE = 1024
-_ALL_SET = np.uint64(0x0101010101010101)
 
 
 def chunk_view(array: np.ndarray) -> np.ndarray:
@@ -70,6 +70,8 @@ def read_tile(cta: Cta, offset: int, nbytes: int, mode: str) -> np.ndarray:
 def note_unset_range(cta: Cta, offset: int, nbytes: int, ins: Instr) -> None:
     """Report bytes of a range that nothing wrote."""
     valid = cta.smem_valid[offset : offset + nbytes]
+    if valid.max() > VISIBLE:
+        cta.cluster.proxy.check(cta, valid, offset, ins)
     if not valid.all():
         unset = np.flatnonzero(valid == 0)
         cta.machine.note_unset("shared", ins, cta.window | (offset + int(unset[0])), len(unset))
@@ -79,8 +81,9 @@ def gather(cta: Cta, base: int, table: Gather, ins: Instr) -> np.ndarray:
     """The chunks of a matrix operand, checked against the window and for bytes never written."""
     low, high = base + table.first, base + table.end
     cta.check_smem(low, high - low, ins, "matrix operand read")
-    if not cta.smem_valid[low:high].all():
-        _note_unset_chunks(cta, base, table, ins)
+    valid = cta.smem_valid[low:high]
+    if valid.max() > VISIBLE or not valid.all():
+        _check_chunks(cta, base, table, ins)
     return np.take(chunk_view(cta.smem[base:]), table.chunks)
 
 
@@ -93,13 +96,14 @@ def operand_values(cta: Cta, descs, shape, dtype: str, mn_major: bool, ins: Inst
     return values.T if mn_major else values
 
 
-def _note_unset_chunks(cta: Cta, base: int, table: Gather, ins: Instr) -> None:
+def _check_chunks(cta: Cta, base: int, table: Gather, ins: Instr) -> None:
     """The operand need not be dense: look at its own chunks only."""
-    valid = np.take(chunk_view(cta.smem_valid[base:]), table.chunks).view(np.uint64)
-    bad = np.flatnonzero(valid != _ALL_SET)
-    if len(bad):
-        chunk = int(table.chunks.reshape(-1)[bad[0] // 2])
-        cta.machine.note_unset("shared", ins, cta.window | (base + chunk * CHUNK), 8 * len(bad))
+    marks = np.take(chunk_view(cta.smem_valid[base:]), table.chunks).view(np.uint8)
+    cta.cluster.proxy.check(cta, marks, base + table.first, ins)
+    unset = np.flatnonzero(marks == 0)
+    if len(unset):
+        chunk = int(table.chunks.reshape(-1)[unset[0] // CHUNK])
+        cta.machine.note_unset("shared", ins, cta.window | (base + chunk * CHUNK), len(unset))
 
 
 def split(cta: Cta, address: int, ins: Instr) -> tuple[Cta, int]:

@@ -6,6 +6,7 @@ from fa_cute.errors import MisuseError
 from fa_cute.sim import mbarrier as _mbarrier  # noqa: F401  (registers its handlers)
 from fa_cute.sim import operands as ops
 from fa_cute.sim.handlers import FULL, Signal, Wait, handles
+from fa_cute.sim.proxy import is_proxy_fence
 from fa_cute.sim.ptx import Imm, Instr
 
 MIN_REGS, MAX_REGS = 24, 256  # of setmaxnreg
@@ -260,6 +261,9 @@ def bind_warp_sync(ins: Instr, k):
 
 @handles("fence", "membar")
 def bind_fence(ins: Instr, k):
+    """Memory is coherent here; only what the asynchronous proxy may see is kept track of."""
+    if is_proxy_fence(ins):
+        return lambda warp, mask: warp.cta.cluster.proxy.fence(warp)
     return lambda warp, mask: None
 
 

@@ -174,5 +174,5 @@ st.global.b32 [%d1], %r43;
 def test_a_misaligned_row_is_an_error():
     body = "shl.b32 %r40, %lane, 3; add.s32 %r40, %r40, %base;\n"
     body += "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r0}, [%r40];"
-    with pytest.raises(MisuseError, match="16-byte aligned"):
+    with pytest.raises(MisuseError, match="aligned"):
         Program("sm_90a", body, {}).run(threads=32)

@@ -211,6 +211,7 @@ setp.eq.u32 %p0, %t, 0;
 @!%p0 bra DONE;
 mov.b32 %r0, 7;
 st.shared.v4.b32 [smem+1024], {%r0, %r0, %r0, %r0};
+fence.proxy.async.shared::cta;
 cp.async.bulk.global.shared::cta.bulk_group [%target], [smem+1024], 16;
 cp.async.bulk.commit_group;
 cp.async.bulk.wait_group.read 0;
