@@ -54,7 +54,7 @@ def test_a_fence_of_the_reader_only_is_a_warning(engine):
 
 def test_a_store_after_the_fence_is_noticed(engine):
     with pytest.raises(MisuseError, match="no fence"):
-        run(f"{FENCE} @%p0 st.shared.b32 [%r0+1024], %r1;", "", engine)
+        run(f"@%p0 {FENCE} @%p0 st.shared.b32 [%r0+1024], %r1;", "", engine)
 
 
 def test_marks_are_recycled(engine):
@@ -63,7 +63,7 @@ def test_marks_are_recycled(engine):
 mov.b32 %r5, 0;
 AGAIN:
 @%p0 st.shared.b32 [%r0+1024], %r1;
-{FENCE}
+@%p0 {FENCE}
 add.s32 %r5, %r5, 1;
 setp.lt.u32 %p3, %r5, 600;
 @%p3 bra AGAIN;
