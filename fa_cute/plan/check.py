@@ -72,7 +72,8 @@ class _Phases:
         self.clock: Clock = [0] * width  # of the phase that is filling
         self.done: Clock = [0] * width  # of the last complete phase
         self.marks: dict[int, int] = {}  # arriver -> its clock, of the phase that is filling
-        self.done_marks: dict[int, int] = {}
+        self.done_marks: dict[int, int] = {}  # of the last complete phase
+        self.older_marks: dict[int, int] = {}  # of the one before
         self.looked: dict[int, tuple[int, int]] = {}  # waiter -> last phase seen, its clock then
 
     def ready(self, phase: int) -> bool:
@@ -146,8 +147,16 @@ class _Run:
                 f"{self.name(agent)} passes {barrier.barrier.label} phase {phase} early: "
                 f"{barrier.completed} are complete",
             )
+        clock = self.clocks[agent]
+        skipped = barrier.looked.get(agent, (-1, 0))[0] < phase - 1
+        if skipped and any(clock[a] < at for a, at in barrier.older_marks.items()):
+            raise ProtocolError(
+                "overrun",
+                f"{self.name(agent)} can pass {barrier.barrier.label} phase {phase} early: nothing "
+                f"tells it that phase {phase - 1} is complete",
+            )
         if phase >= 0:
-            _join(self.clocks[agent], barrier.done)
+            _join(clock, barrier.done)
         barrier.looked[agent] = (phase, self.at[agent] + 1)
         return True
 
@@ -177,18 +186,19 @@ class _Run:
 
     def complete(self, barrier: _Phases) -> None:
         phase = barrier.completed
-        for waiter, last in barrier.barrier.waiters.items() if phase > 0 else ():
-            seen, at = barrier.looked.get(waiter, (-1, 0))
-            if seen < min(phase - 1, last) or (seen == phase - 1 and barrier.clock[waiter] < at):
+        for waiter in barrier.barrier.waiters if phase > 0 else ():
+            due = barrier.barrier.last_look(waiter, phase - 1)
+            seen, at = barrier.looked.get(waiter, (-2, 0))
+            if due is not None and (seen < due or barrier.clock[waiter] < at):
                 raise ProtocolError(
                     "overrun",
-                    f"{barrier.barrier.label} can complete phases {phase - 1} and {phase} before "
-                    f"{self.name(waiter)} has looked at {phase - 1}: the parity would tell it to "
-                    "wait on",
+                    f"{barrier.barrier.label} can complete phase {phase} before "
+                    f"{self.name(waiter)} has looked at {due}: the parity would tell it to wait on",
                 )
         barrier.completed += 1
         barrier.done, barrier.clock = barrier.clock, [0] * self.program.width
-        barrier.done_marks, barrier.marks = barrier.marks, {}
+        barrier.older_marks, barrier.done_marks = barrier.done_marks, barrier.marks
+        barrier.marks = {}
         barrier.pending = set(barrier.barrier.arrivers)
 
     def meet(self, agent: int, op: Op) -> bool:

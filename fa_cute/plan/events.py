@@ -37,6 +37,11 @@ def acquire(edge: str, slot: int | None = None) -> Event:
     return Event("acquire", edge, slot)
 
 
+def claim(edge: str, slot: int | None = None) -> Event:
+    """Producer: take the slot without waiting, since something else orders it."""
+    return Event("claim", edge, slot)
+
+
 def commit(edge: str, slot: int | None = None) -> Event:
     """Producer: the slot is full (of TMA loads: will be)."""
     return Event("commit", edge, slot)

@@ -15,6 +15,7 @@ from .topology import Arrive, Edge, Via
 from .warps import WARP_THREADS
 
 # Edges on which a side arrives by tcgen05.commit.
+TAKING = ("acquire", "claim")  # of a slot, by a producer
 COMMITS = {"full": (Via.UMMA_ASYNC,), "empty": (Via.TMA_UMMA, Via.ASYNC_UMMA)}
 
 
@@ -61,11 +62,15 @@ class Place:
 
 @dataclass
 class MBarrier:
-    """One slot of one side of an edge; ``waiters`` with the last phase that each waits for."""
+    """One slot of one side of an edge; ``waiters`` with the phases that each looks at."""
 
     label: str
     arrivers: frozenset[int]
-    waiters: dict[int, int] = field(default_factory=dict)
+    waiters: dict[int, list[int]] = field(default_factory=dict)
+
+    def last_look(self, waiter: int, phase: int) -> int | None:
+        """The last phase up to ``phase`` that a waiter looks at."""
+        return max((p for p in self.waiters[waiter] if p <= phase), default=None)
 
 
 class Program:
@@ -169,7 +174,7 @@ class _Resolver:
         self.program, self.number, self.agent = program, number, agent
         self.plan = program.plan
         self.counts: dict[tuple[str, str, int | None], int] = {}
-        self.acquired = {e.name for e in agent.script if e.verb == "acquire"}
+        self.acquired = {e.name for e in agent.script if e.verb in TAKING}
 
     def resolve(self, given_back: set[str]) -> None:
         for at, event in enumerate(self.agent.script):
@@ -195,14 +200,16 @@ class _Resolver:
     def edge_op(self, at: int, event: Event) -> Op:
         edge, verb = self.plan.topology[event.name], event.verb
         slot = event.slot
-        if slot is None:  # the next one of the ring; what is used is the oldest that is held
-            slot = self.count(edge, "release" if verb == "use" else verb, None) % edge.stages
+        # What is used is the oldest slot that is held, and a claim counts as an acquire.
+        counted = {"use": "release", "claim": "acquire"}.get(verb, verb)
+        if slot is None:  # the next one of the ring
+            slot = self.count(edge, counted, None) % edge.stages
         if not 0 <= slot < edge.stages:
             raise PlanError(f"{self.agent.base}: {event}; {edge.name} has {edge.stages} stages")
-        may = edge.sources if verb in ("acquire", "commit", "tail") else edge.sinks
+        may = edge.sources if verb in (*TAKING, "commit", "tail") else edge.sinks
         if self.agent.role not in may:
             raise self.wrong(at, event, f"only {may} may")
-        if edge.one_way and verb in ("acquire", "tail", "release"):
+        if edge.one_way and verb in (*TAKING, "tail", "release"):
             raise self.wrong(at, event, "the edge is one-way")
         held = self.count(edge, "wait", slot) - self.count(edge, "release", slot)
         if verb in ("release", "use") and held <= 0:
@@ -215,12 +222,12 @@ class _Resolver:
         op = self.barrier_op(event, edge, slot)
         if verb not in ("tail", "use"):
             for key in (slot, None):
-                self.counts[edge.name, verb, key] = self.count(edge, verb, key) + 1
+                self.counts[edge.name, counted, key] = self.count(edge, counted, key) + 1
         return op
 
     def barrier_op(self, event: Event, edge: Edge, slot: int) -> Op:
         verb = event.verb
-        if verb == "use":
+        if verb in ("use", "claim"):
             return Op("none", 0, 0, event)
         side = "empty" if verb in ("acquire", "tail", "release") else "full"
         number = self.program.barrier(edge, side, slot)
@@ -228,7 +235,7 @@ class _Resolver:
         if verb in ("acquire", "tail", "wait"):
             # A producer's first look at a slot passes: the phase "before the first" is over.
             phase = self.count(edge, "wait" if verb == "wait" else "acquire", slot)
-            barrier.waiters[self.number] = phase - (side == "empty")
+            barrier.waiters.setdefault(self.number, []).append(phase - (side == "empty"))
             return Op("look", number, phase - (side == "empty"), event)
         if self.number not in barrier.arrivers:  # another warp of the role speaks for it
             return Op("none", 0, 0, event)

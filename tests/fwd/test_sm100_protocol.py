@@ -15,6 +15,7 @@ from fa_cute.plan.events import (
     Event,
     ProtocolError,
     acquire,
+    claim,
     commit,
     read,
     release,
@@ -100,14 +101,15 @@ def mma(work: list[int], slots: int) -> list[Event]:
 
 def softmax(work: list[int], t: int) -> list[Event]:
     out = [sync("tmem")]
-    stats = [acquire("softmax_stats", t), write("sStats", t), commit("softmax_stats", t)]
+    stats = [write("sStats", t), commit("softmax_stats", t)]
     for blocks in work:
         for i in range(blocks):
             out += [wait("mma_s", t), read(f"S{t}")]
-            out += stats if i > 0 else []
+            # Correction read the last factor before it let mma accumulate, hence before this S.
+            out += [claim("softmax_stats", t), *stats] if i > 0 else []
             out += [write(f"P{t}", span=HEAD), commit("softmax_p", t)]
             out += [write(f"P{t}", span=REST), commit("softmax_p_tail", t)]
-        out += stats if blocks else []
+        out += [acquire("softmax_stats", t), *stats] if blocks else []
     return [*out, *tail("softmax_stats", [t]), sync("tmem")]
 
 

@@ -204,7 +204,7 @@ def test_a_phase_that_completes_before_the_waiter_looked() -> None:
     }
     assert check(p, good).events == 12
     bad = {"a": [commit("there", 0)] * 2, "b": [wait("there", 0)] * 2}
-    with pytest.raises(ProtocolError, match="can complete phases 0 and 1 before b has looked"):
+    with pytest.raises(ProtocolError, match="can complete phase 1 before b has looked at 0"):
         check(p, bad)
 
 

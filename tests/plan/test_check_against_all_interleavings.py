@@ -18,6 +18,7 @@ from fa_cute.plan.events import (
     Event,
     ProtocolError,
     acquire,
+    claim,
     commit,
     read,
     release,
@@ -133,7 +134,7 @@ def step(program: Program, state, agent: int):
 
 @st.composite
 def protocols(draw: st.DrawFn) -> tuple[int, dict[str, list[Event]]]:
-    """A right protocol with up to three events dropped, doubled or moved by one place."""
+    """A right protocol with up to three events dropped, doubled, moved or no longer waited for."""
     stages = draw(st.integers(1, 2))
     scripts = right(draw(st.integers(1, 3)), stages)
     for _ in range(draw(st.integers(0, 3))):
@@ -141,11 +142,15 @@ def protocols(draw: st.DrawFn) -> tuple[int, dict[str, list[Event]]]:
         if len(script) < 2:
             continue
         at = draw(st.integers(0, len(script) - 2))
-        match draw(st.sampled_from(("drop", "double", "swap"))):
+        match draw(st.sampled_from(("drop", "double", "swap", "claim"))):
             case "drop":
                 del script[at]
             case "double":
                 script.insert(at, script[at])
+            case "claim":
+                taken = [i for i, e in enumerate(script) if e.verb == "acquire"]
+                for i in taken[: at % (len(taken) + 1)]:
+                    script[i] = claim("ring")
             case "swap":
                 script[at], script[at + 1] = script[at + 1], script[at]
     return stages, scripts
