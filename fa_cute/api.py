@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import arch as archs
 from . import launch, reference, tune
 from .arch import Arch
 from .errors import ArgumentError, DeterminismError, UnsupportedError
-from .problem import AttnProblem, check_layout, describe
+from .problem import AttnProblem, as_kernels_read, check_layout
 
 BACKENDS = ("auto", "cuda", "sim", "reference")
 
@@ -58,10 +59,10 @@ def flash_attn_func(
             ``causal`` sets the right side to 0.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         learnable_sink: (heads,) a further logit per head that has no value, or None.
-        deterministic: ask for bitwise repeatable gradients. None follows
+        deterministic: bitwise repeatable gradients: dq is added up in a fixed order. None follows
             ``torch.are_deterministic_algorithms_enabled()``, FA_CUTE_DETERMINISTIC=1 and
             FLASH_ATTENTION_DETERMINISTIC=1. The forward always is.
-        return_lse: also return the natural log of each row's sum of exponentials.
+        return_lse: also return the natural log of each row's sum of exponentials; differentiable.
         backend: "auto" (CUDA tensors: "cuda"; CPU tensors: "sim", the simulator; overridden by
             FA_CUTE_BACKEND), or one of "cuda", "sim", "reference" (plain torch, any dtype).
 
@@ -88,20 +89,21 @@ def flash_attn_func(
     )
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse is {return_lse!r}; it must be True or False")
-    wants_determinism(deterministic)
+    deterministic = wants_determinism(deterministic)
     backend = resolve_backend(backend, problem, q)
     if backend == "reference":
         out, lse = _reference(q, k, v, learnable_sink, problem)
     else:
         arch = arch_of(q.device)
         grad = wants_grad(q, k, v, learnable_sink)
-        reasons = tune.missing_forward(problem, arch) + (
-            tune.missing_backward(arch) if grad else ()
-        )
+        reasons = tune.missing_forward(problem, arch)
+        if grad:
+            reasons += tune.missing_backward(problem, arch, deterministic)
         if reasons:
-            raise UnsupportedError(refusal(problem, arch, reasons))
+            raise UnsupportedError(refusal(arch, reasons))
         check_layout(q=q, k=k, v=v)
-        out, lse = _forward(q, k, v, problem, arch, backend)
+        call = Call(problem, arch, backend, deterministic)
+        out, lse = FlashAttn.apply(q, k, v, call) if grad else call.forward(q, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +135,7 @@ def can_use(
             softcap=softcap,
             sink=learnable_sink,
         )
-        wants_determinism(deterministic)
+        deterministic = wants_determinism(deterministic)
         backend = resolve_backend(backend, problem, q)
         if backend == "reference":
             return Support(True, (), None, None, True)
@@ -142,7 +144,7 @@ def can_use(
         return Support(False, (str(error),), None, None, False)
     reasons = tune.missing_forward(problem, arch)
     if wants_grad(q, k, v, learnable_sink):
-        reasons += tune.missing_backward(arch)
+        reasons += tune.missing_backward(problem, arch, deterministic)
     try:
         check_layout(q=q, k=k, v=v)
     except (ArgumentError, UnsupportedError) as error:
@@ -159,6 +161,7 @@ def supports(
     causal=False,
     qhead_per_kvhead=1,
     backward=False,
+    deterministic=False,
     **options,
 ) -> Support:
     """The same answer without tensors: is there a kernel for this kind of problem?
@@ -168,7 +171,7 @@ def supports(
         dtype: "bf16", "fp16" or a torch dtype.
         head_dim, head_dim_v: sizes of a head of q and k, and of v (None: the same).
         qhead_per_kvhead: heads / heads_kv.
-        backward: also ask for the gradient.
+        backward: also ask for the gradient; ``deterministic`` for a repeatable one.
         options: softmax_scale, window_size, softcap, sink (bool) as in `flash_attn_func`.
     """
     target = default_arch() if arch is None else archs.get(arch)
@@ -181,7 +184,7 @@ def supports(
     )
     reasons = tune.missing_forward(problem, target)
     if backward:
-        reasons += tune.missing_backward(target)
+        reasons += tune.missing_backward(problem, target, deterministic)
     return _support(reasons, problem, target)
 
 
@@ -190,7 +193,7 @@ def _support(reasons: tuple[str, ...], problem: AttnProblem, arch: Arch) -> Supp
     return Support(not reasons, reasons, arch.name, kernel, not reasons)
 
 
-def refusal(problem: AttnProblem, arch: Arch, reasons: tuple[str, ...]) -> str:
+def refusal(arch: Arch, reasons: tuple[str, ...]) -> str:
     """The text of an UnsupportedError: every reason, what there is, what to do."""
     lines = "\n".join(f"  {reason}" for reason in reasons)
     return (
@@ -277,18 +280,61 @@ def _reference(q, k, v, sink, problem: AttnProblem):
     return out.to(q.dtype), lse.float()
 
 
-def _forward(q, k, v, problem: AttnProblem, arch: Arch, backend: str):
-    shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(
-        (problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device
-    )
-    if problem.has_work:
-        launch.forward((q.detach(), k.detach(), v.detach(), out, lse), problem, arch, backend)
-    else:
-        out.zero_()
-        lse.fill_(float("-inf"))
-    return out, lse
+@dataclass(frozen=True)
+class Call:
+    """One call that a kernel runs: everything but the tensors."""
+
+    problem: AttnProblem
+    arch: Arch
+    backend: str
+    deterministic: bool
+
+    def forward(self, q, k, v):
+        """out and lse, new tensors."""
+        p = self.problem
+        out = torch.empty(
+            (p.batch, p.seqlen_q, p.heads, p.head_dim_v), dtype=q.dtype, device=q.device
+        )
+        lse = torch.empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32, device=q.device)
+        if p.has_work:
+            launch.forward((q, k, v, out, lse), p, self.arch, self.backend)
+        else:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+    def backward(self, saved, dout, dlse):
+        """dq, dk, dv; at least one of the two gradients is there."""
+        q, k, v, out, lse = saved
+        if not self.problem.has_work:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout = torch.zeros_like(out) if dout is None else as_kernels_read(dout)
+        if dlse is not None:
+            dlse = dlse.float().contiguous()
+        spec = tune.backward_spec(self.problem, self.deterministic)
+        tensors = (q, k, v, out, lse, dout, dlse)
+        return launch.backward(tensors, spec, self.problem, self.arch, self.backend)
 
 
-__all__ = ["Support", "can_use", "describe", "flash_attn_func", "supports"]
+class FlashAttn(torch.autograd.Function):
+    """The kernels' place in autograd. Differentiable once."""
+
+    @staticmethod
+    def forward(q, k, v, call: Call):
+        return call.forward(q.detach(), k.detach(), v.detach())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        q, k, v, ctx.call = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        return *ctx.call.backward(ctx.saved_tensors, dout, dlse), None
+
+
+__all__ = ["Support", "can_use", "flash_attn_func", "supports"]

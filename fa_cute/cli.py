@@ -164,7 +164,8 @@ def support_rows(arch: str | None = None, head_dim: int | None = None) -> list[d
         if not ready and head_dim is None:
             rows.append({**dict.fromkeys(COLUMNS, "-"), "arch": name})
             continue
-        for d, dv in dims:
+        own = {(r.head_dim, r.head_dim_v) for r in tune.FWD if name in r.arches}
+        for d, dv in dims if head_dim is not None else sorted(own):
 
             def answer(name=name, d=d, dv=dv, **options) -> str:
                 found = supports(arch=name, head_dim=d, head_dim_v=dv, **options)
@@ -226,7 +227,7 @@ def row_resources(row, arch, dtype: str = "bf16"):
     from .fwd.args import FwdSpec
 
     spec = FwdSpec(dtype, row.head_dim, row.head_dim_v, bool(row.causal), 1)
-    return resources.of_cubin(compile.forward_cubin(row.cfg, spec, arch))[0]
+    return resources.of_cubin(compile.cubin(compile.Request("forward", row.cfg, spec, arch)))[0]
 
 
 def run_doctor(args) -> int:

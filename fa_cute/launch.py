@@ -11,6 +11,7 @@ import torch
 
 from . import compile, tune
 from .arch import Arch
+from .bwd.args import BwdSpec, Sizes, workspace_floats
 from .errors import FaCuteError
 from .plan import show
 from .problem import AttnProblem
@@ -48,10 +49,32 @@ def forward(tensors, problem: AttnProblem, arch: Arch, backend: str) -> None:
     cfg = tune.forward(spec, arch)
     kernel = compile.forward(cfg, spec, arch, backend)
     args = (*map(plain_strides, tensors), problem.softmax_scale)
-    if backend == "sim":
+    _run(kernel, args, arch, cfg)
+
+
+def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str):
+    """dq, dk, dv for ``tensors`` = (q, k, v, out, lse, dout, dlse or None)."""
+    cfg = tune.backward(spec, arch)
+    q, k, v = tensors[:3]
+    has_dlse = tensors[6] is not None
+    kernel = compile.backward(cfg, spec, arch, backend, has_dlse)
+    sizes = Sizes(
+        problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
+    )
+    work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
+    grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+    args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
+    _run(kernel, (*args, work, problem.softmax_scale), arch, cfg)
+    return grads
+
+
+def _run(kernel, args, arch: Arch, cfg) -> None:
+    """Call a compiled function on its tensors' device."""
+    device = args[0].device
+    if device.type == "cpu":
         _simulate(kernel, args, arch, cfg)
         return
-    with torch.cuda.device(tensors[0].device):
+    with torch.cuda.device(device):
         kernel(*args)
 
 

@@ -223,6 +223,11 @@ def check_layout(**tensors) -> None:
         )
 
 
+def as_kernels_read(t):
+    """The tensor where kernels can read it, else a packed copy: a gradient has any strides."""
+    return t.clone(memory_format=torch.contiguous_format) if _layout_faults("", t) else t
+
+
 def _layout_faults(name: str, t) -> list[str]:
     faults = []
     if t.stride(-1) != 1 and t.shape[-1] > 1:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .arch import ARCHS, Arch
+from .bwd.args import BwdSpec
+from .bwd.sm90 import plan as bwd_sm90
 from .errors import UnsupportedError
 from .fwd.args import Exp2Split, FwdSpec
+from .fwd.sm90.plan import FwdConfig as FwdSm90Config
 from .fwd.sm100.plan import FwdConfig as FwdSm100Config
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ KERNELS = {  # family -> module and class of the forward kernel; imported when a
     "sm90": ("fa_cute.fwd.sm90.kernel", "FwdSm90"),
     "sm100": ("fa_cute.fwd.sm100.kernel", "FwdSm100"),
 }
+BACKWARD_KERNELS = {"sm90": ("fa_cute.bwd.sm90.kernel", "BwdSm90")}
 RATIO_AT_RUN_TIME = ("sm100",)  # one kernel for MHA, GQA and MQA
 SCALE_OF_ANY_SIGN = ("sm100",)
 
@@ -35,14 +39,16 @@ class Row:
     head_dim_v: int
     causal: bool | None  # None: both
     cfg: Any
+    step: int = 0  # smaller head dims that are multiples of it are padded to this row's; 0: none
 
     def covers(self, arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> bool:
         """Whether this row configures such a problem."""
-        return (
-            arch.name in self.arches
-            and (head_dim, head_dim_v) == (self.head_dim, self.head_dim_v)
-            and self.causal in (None, causal)
-        )
+        if arch.name not in self.arches or self.causal not in (None, causal):
+            return False
+        if self.step == 0:
+            return (head_dim, head_dim_v) == (self.head_dim, self.head_dim_v)
+        fits = head_dim <= self.head_dim and head_dim_v <= self.head_dim_v
+        return fits and head_dim % self.step == head_dim_v % self.step == 0
 
     def __str__(self) -> str:
         mask = {None: "any", True: "causal", False: "full"}[self.causal]
@@ -78,7 +84,24 @@ def _sm100_forward() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-FWD: tuple[Row, ...] = _sm100_forward()
+def _sm90_forward() -> tuple[Row, ...]:
+    """Tiles by padded head dims; TMA fills what a head dim lacks with zeros."""
+    tiles = (
+        (64, 64, {"teams": 3, "early_pass": 0}),
+        (96, 96, {"teams": 2}),
+        (128, 128, {"teams": 2}),
+        (192, 128, {"teams": 2, "q_stages": 1}),
+        (192, 192, {"teams": 2, "q_stages": 1, "tile_n": 96}),
+        (256, 256, {"teams": 2, "q_stages": 1, "tile_n": 80}),
+    )
+    rows = []
+    for head_dim, head_dim_v, tile in tiles:
+        cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile)
+        rows.append(Row(("sm_90a",), head_dim, head_dim_v, None, cfg, step=8))
+    return tuple(rows)
+
+
+FWD: tuple[Row, ...] = (*_sm90_forward(), *_sm100_forward())
 
 
 def row_forward(arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> Row | None:
@@ -130,9 +153,7 @@ def missing_forward(problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
     if row_forward(arch, *dims, problem.causal) is None:
         larger = [d for d in head_dims if d[0] >= dims[0] and d[1] >= dims[1]]
         hint = f"; pad to {_dims(*min(larger))}" if larger else ""
-        reasons.append(
-            f"{_dims(*dims)}: implemented: {', '.join(_dims(*d) for d in head_dims)}{hint}"
-        )
+        reasons.append(f"{_dims(*dims)}: implemented: {_all_dims(arch)}{hint}")
     if problem.window != (None, 0 if problem.causal else None):
         reasons.append(f"window_size={problem.window}: only no limit is implemented")
     if problem.softcap:
@@ -144,11 +165,42 @@ def missing_forward(problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def missing_backward(arch: Arch) -> tuple[str, ...]:
-    """Why there is no gradient on this architecture."""
+def backward_spec(problem: AttnProblem, deterministic: bool) -> BwdSpec:
+    """The static part of a problem's gradient."""
+    return BwdSpec(
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        causal=problem.causal,
+        qhead_per_kvhead=problem.qhead_per_kvhead,
+        deterministic=deterministic,
+    )
+
+
+def backward(spec: BwdSpec, arch: Arch):
+    """The config of the backward for a spec; raises UnsupportedError where there is none."""
+    if arch.family == "sm90":
+        return bwd_sm90.config(spec)
+    raise UnsupportedError(_no_backward(arch))
+
+
+def missing_backward(problem: AttnProblem, arch: Arch, deterministic: bool) -> tuple[str, ...]:
+    """Why a problem has no gradient on this architecture; empty when it has one."""
+    if arch.family not in BACKWARD_KERNELS:
+        return (_no_backward(arch),)
+    if problem.dtype not in DTYPES:
+        return ()  # the forward says so already
+    try:
+        backward(backward_spec(problem, deterministic), arch)
+    except UnsupportedError as error:
+        return (str(error),)
+    return ()
+
+
+def _no_backward(arch: Arch) -> str:
     return (
         f"requires_grad: {arch.name} has no backward kernel; use torch.no_grad() or .detach() for "
-        "the forward alone",
+        "the forward alone"
     )
 
 
@@ -157,11 +209,17 @@ def summary(arch: Arch) -> str:
     rows = [r for r in FWD if arch.name in r.arches]
     if not rows:
         return "nothing"
-    dims = sorted({(r.head_dim, r.head_dim_v) for r in rows})
-    return (
-        f"{'/'.join(DTYPES)}, {', '.join(_dims(*d) for d in dims)}, full and causal, MHA/GQA/MQA, "
-        "any seqlens"
-    )
+    return f"{'/'.join(DTYPES)}, {_all_dims(arch)}, full and causal, MHA/GQA/MQA, any seqlens"
+
+
+def _all_dims(arch: Arch) -> str:
+    """The head dims of an architecture in words."""
+    rows = [r for r in FWD if arch.name in r.arches]
+    words = dict.fromkeys(_dims(r.head_dim, r.head_dim_v) for r in rows if not r.step)
+    for step in dict.fromkeys(r.step for r in rows if r.step):
+        most = max((r.head_dim, r.head_dim_v) for r in rows if r.step == step)
+        words[f"multiples of {step} up to {_dims(*most)}"] = None
+    return ", ".join(words)
 
 
 def _dims(head_dim: int, head_dim_v: int) -> str:
