@@ -36,8 +36,10 @@ from fa_cute.bwd.sm90.products import (
     probabilities,
     score_gradient,
     share_ds,
+    signal_ds,
     take_turn,
     transposed,
+    wait_ds,
 )
 
 
@@ -77,8 +79,9 @@ class Consumer:
         k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
         blocks = cx.q_blocks()
-        if wg == 1:
-            pass_turn(cx, lane.wg)  # the first turn is warpgroup 0's
+        if const_expr(c.turns):
+            if wg == 1:
+                pass_turn(cx, wg)  # the first turn is warpgroup 0's
         k.wait()
         v.wait()
         q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
@@ -95,10 +98,12 @@ class Consumer:
         c, (dK, dV) = cx.cfg, accs
         m_block, q_full, do_full = at
         S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
-        take_turn(cx, lane.wg)
+        if const_expr(c.turns):
+            take_turn(cx, lane.wg)
         gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
-        pass_turn(cx, lane.wg)
+        if const_expr(c.turns):
+            pass_turn(cx, lane.wg)
         warpgroup.wait_group(1)  # S
         probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
         blocks = cx.q_blocks()
@@ -109,53 +114,66 @@ class Consumer:
         score_gradient(cx, S, dP, cx.smem.sDelta[None, do_full.index], lane)
         rdS = operand(cx, dP, cx.mmas.dk)
         # Stage m % 2 was last read by dQ(m - 2): ours was waited for, the other's before it passed the turn of A(m).
-        share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % 2], rdS)
+        share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % c.ds_stages], rdS)
 
-        take_turn(cx, lane.wg)
+        if const_expr(c.turns):
+            take_turn(cx, lane.wg)
+        elif const_expr(not first):
+            wait_ds(cx, lane.wg, m_block - 1)
         in_turns = const_expr(c.dq_split == "turns")
         dQ = accumulator(cx.mmas.dq, c.tile_m, c.head_dim)
         if const_expr(not first and not in_turns):
-            self.query_gradient(cx, parts, dQ, (m_block - 1) % 2)
+            self.query_gradient(cx, parts, dQ, (m_block - 1) % c.ds_stages)
         gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
         gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], not first)
         if const_expr(first):
-            pass_turn(cx, lane.wg)
+            self.issued(cx, m_block, lane)
         elif const_expr(in_turns):
             self.dq_in_turns(cx, parts, dQ, m_block - 1, lane)
         else:
             warpgroup.wait_group(2)  # dQ
-            pass_turn(cx, lane.wg)
+            self.issued(cx, m_block, lane)
             cx.writer.hand_over(cx, dQ, m_block - 1, lane, lane.wg)
         warpgroup.wait_group(1)  # dV
         do_full.release()
         warpgroup.wait_group(0)  # dK
         q_full.release()
 
+    def issued(self, cx: BwdCtx, m_block, lane: Lane):
+        """The products B of a step are in the queue, and dQ of the step before is complete."""
+        if cx.cfg.turns:
+            pass_turn(cx, lane.wg)
+        else:
+            signal_ds(cx, lane.wg, m_block)
+
     @cute.jit
     def dq_in_turns(self, cx: BwdCtx, parts: Parts, dQ: cute.Tensor, m_block: Int32, lane: Lane):
-        """All of a dQ tile where it is this warpgroup's; passes the turn."""
+        """All of a dQ tile where it is this warpgroup's."""
         if m_block % 2 == lane.wg:
-            self.query_gradient(cx, parts, dQ, m_block % 2)
+            self.query_gradient(cx, parts, dQ, m_block % cx.cfg.ds_stages)
             warpgroup.wait_group(0)
-            pass_turn(cx, lane.wg)
+            self.issued(cx, m_block + 1, lane)
             cx.writer.hand_over(cx, dQ, m_block, lane, 0)
         else:
-            pass_turn(cx, lane.wg)
+            self.issued(cx, m_block + 1, lane)
 
     @cute.jit
     def last(self, cx: BwdCtx, parts: Parts, m_block: Int32, lane: Lane):
         """dQ of the last query block. Nobody takes a turn after warpgroup 1's."""
-        take_turn(cx, lane.wg)
-        if lane.wg == 0:
-            pass_turn(cx, lane.wg)
+        if const_expr(cx.cfg.turns):
+            take_turn(cx, lane.wg)
+            if lane.wg == 0:
+                pass_turn(cx, lane.wg)
+        else:
+            wait_ds(cx, lane.wg, m_block)
         dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
         if const_expr(cx.cfg.dq_split == "turns"):
             if m_block % 2 == lane.wg:
-                self.query_gradient(cx, parts, dQ, m_block % 2)
+                self.query_gradient(cx, parts, dQ, m_block % cx.cfg.ds_stages)
                 warpgroup.wait_group(0)
                 cx.writer.hand_over(cx, dQ, m_block, lane, 0)
         else:
-            self.query_gradient(cx, parts, dQ, m_block % 2)
+            self.query_gradient(cx, parts, dQ, m_block % cx.cfg.ds_stages)
             warpgroup.wait_group(0)
             cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
 

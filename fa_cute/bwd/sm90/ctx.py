@@ -22,22 +22,16 @@ RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
-def swizzled(dtype, shape, stages: int | None = None, row_major: bool = True, cut: int = 1):
-    """Layout of a (rows, cols) operand in the widest swizzle that a ``cut``-th of its contiguous
-    side allows: a product over part of that side starts on a swizzle atom."""
+def swizzled(dtype, shape, stages: int | None = None, cut: int = 1):
+    """Layout of a row-major (rows, cols) operand in the widest swizzle that a ``cut``-th of its
+    columns allows: a product over part of them starts on a swizzle atom."""
     kinds = warpgroup.SmemLayoutAtomKind
-    rows, cols = shape
-    side = (cols if row_major else rows) // cut
-    widths = (
-        (64, kinds.K_SW128, kinds.MN_SW128),
-        (32, kinds.K_SW64, kinds.MN_SW64),
-        (16, kinds.K_SW32, kinds.MN_SW32),
-    )
-    kind = next((k if row_major else mn) for width, k, mn in widths if side % width == 0)
+    widths = ((64, kinds.K_SW128), (32, kinds.K_SW64), (16, kinds.K_SW32))
+    kind = next(kind for width, kind in widths if shape[1] // cut % width == 0)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    shape, order = (rows, cols), (0, 1) if row_major else (1, 0)
+    shape, order = tuple(shape), (0, 1)
     if stages is not None:
-        shape, order = (*shape, stages), (*order, 2)
+        shape, order = (*shape, stages), (0, 1, 2)
     return cute.tile_to_shape(atom, shape, order)
 
 
@@ -55,8 +49,7 @@ class Layouts:
         shapes = {"sQ": (m, d), "sK": (n, d), "sV": (n, dv), "sdO": (m, dv), "sdS": (m, n)}
         num = c.smem[field].stages if stages and field not in ("sK", "sV") else None
         cut = CONSUMERS if field == "sK" and c.dq_split == "cols" else 1
-        # dS^T has rows side by side in the registers: so has sdS, and nothing is transposed
-        return swizzled(self.dtype, shapes[field], num, row_major=field != "sdS", cut=cut)
+        return swizzled(self.dtype, shapes[field], num, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ def make_mmas(cfg: BwdSm90Config, dtype) -> Mmas:
         sdp=mma((K_MAJOR, K_MAJOR), by_keys, cfg.tile_m),
         dv=mma((K_MAJOR, MN_MAJOR), by_keys, cfg.head_dim_v, RMEM),
         dk=mma((K_MAJOR, MN_MAJOR), by_keys, cfg.head_dim, RMEM),
-        dq=mma((MN_MAJOR, MN_MAJOR), dq_atoms, cfg.dq_chunks.chunk_cols),
+        dq=mma((K_MAJOR, MN_MAJOR), dq_atoms, cfg.dq_chunks.chunk_cols),
     )
 
 

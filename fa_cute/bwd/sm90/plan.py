@@ -87,6 +87,7 @@ class BwdSm90Config:
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
+    turns: bool = True
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
@@ -189,6 +190,11 @@ class BwdSm90Config:
             for what in ("full", "empty")
             for w in range(CONSUMERS)
         )
+        order = tuple(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS))
+        if not self.turns:
+            order = tuple(
+                Barrier(f"ds_{w}{s}", all_, both) for w in range(CONSUMERS) for s in range(2)
+            )
         q, do = self.q_stages, self.do_stages
         return Topology(
             (
@@ -199,7 +205,7 @@ class BwdSm90Config:
             ),
             (
                 # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
-                *(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS)),
+                *order,
                 Barrier("epilogue", all_),
                 *((Barrier("p_full", all_),) if self.by_role else ()),
                 *(() if self.dq_direct else buffers),

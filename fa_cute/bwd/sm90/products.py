@@ -133,6 +133,18 @@ def pass_turn(cx: BwdCtx, wg):
     cute.arch.barrier_arrive(barrier_id=other, number_of_threads=BOTH)
 
 
+def wait_ds(cx: BwdCtx, wg, m_block):
+    """Wait for the other warpgroup's dS of a step (where no turns order that)."""
+    other = cx.barrier_id("ds_00") + 2 * (1 - wg) + m_block % 2
+    cute.arch.barrier(barrier_id=other, number_of_threads=BOTH)
+
+
+def signal_ds(cx: BwdCtx, wg, m_block):
+    """Our dS of a step is written, and we have read that of the step before."""
+    own = cx.barrier_id("ds_00") + 2 * wg + m_block % 2
+    cute.arch.barrier_arrive(barrier_id=own, number_of_threads=BOTH)
+
+
 def share_ds(cx: BwdCtx, copy: cute.TiledCopy, to: cute.Tensor, rdS: cute.Tensor):
     """Write dS of our keys for the dQ products of both warpgroups, which follow after a turn."""
     shape = cx.mmas.sdp.partition_shape_C((cx.cfg.tile_n, cx.cfg.tile_m))
@@ -142,6 +154,7 @@ def share_ds(cx: BwdCtx, copy: cute.TiledCopy, to: cute.Tensor, rdS: cute.Tensor
 
 
 def ds_copy(cx: BwdCtx) -> cute.TiledCopy:
-    """Registers of dS^T -> sdS; rows side by side in both, so nothing is transposed."""
-    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
+    """Registers of dS^T -> sdS, transposed on the way: wgmma reads a left operand with its K side
+    contiguous at full speed, and dQ's K side is the keys."""
+    op = warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4)
     return cute.make_tiled_copy_C(cute.make_copy_atom(op, cx.smem.sdS.element_type), cx.mmas.sdp)
