@@ -30,7 +30,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str):
-    """Import what is asked for: a reader of PTX doesn't need the DSL, nor `import fa_cute` numpy."""
+    """Import what is asked for: a reader of PTX doesn't need the DSL's host side."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,8 +103,8 @@ class Cta:
             cta = self.cluster.ctas[rank]
             if not cta.live:
                 raise MisuseError(
-                    f"{ins.where + ': ' + ins.op + ': ' if ins else ''}CTA {rank} of the cluster has "
-                    "exited; nothing may target its barriers any more"
+                    f"{ins.where + ': ' + ins.op + ': ' if ins else ''}CTA {rank} of the cluster "
+                    "has exited; nothing may target its barriers any more"
                 )
         barrier = cta.mbarriers.get(addr & ops.OFFSET_MASK)
         if barrier is None:
@@ -158,8 +158,8 @@ class Cta:
         for warp in self.warps:
             if warp.leaves_stores():
                 self.machine.warn(
-                    f"warp {warp.index} leaves without waiting (cp.async.bulk.wait_group) until its "
-                    "bulk stores have read shared memory"
+                    f"warp {warp.index} leaves without waiting (cp.async.bulk.wait_group) until "
+                    "its bulk stores have read shared memory"
                 )
         if not self.machine.queue.early:
             flying = [k for k in self.machine.queue.of(self) if k in TRAFFIC]
@@ -215,7 +215,8 @@ class Launch:
         for grid, cluster, axis in zip(self.grid, self.cluster, "xyz"):
             if grid < 1 or grid % cluster:
                 raise MisuseError(
-                    f"grid {self.grid} is not a positive multiple of cluster {self.cluster} ({axis})"
+                    f"grid {self.grid} is not a positive multiple of cluster {self.cluster} "
+                    f"in {axis}"
                 )
         gx, gy, gz = self.grid
         self.clusters = (gx // cx) * (gy // cy) * (gz // cz)
@@ -298,9 +299,9 @@ class Machine:
         if any(p.startswith("shared") for p in ins.parts) or addr >> 60 == 1:
             size = self.program.static_smem + self.launch.dynamic_smem
             return OutOfBoundsError(
-                f"{ins.where}: {ins.op}: {what} of {nbytes} bytes by lane {ctx.error_lane} at shared "
-                f"offset {(addr & ops.OFFSET_MASK) - ops.SMEM_START} is outside the {size} bytes that "
-                f"the launch has"
+                f"{ins.where}: {ins.op}: {what} of {nbytes} bytes by lane {ctx.error_lane} at "
+                f"shared offset {(addr & ops.OFFSET_MASK) - ops.SMEM_START} is outside the {size} "
+                f"bytes that the launch has"
             )
         outside = self.memory.outside(addr, nbytes, ins, f"{what} by lane {ctx.error_lane}")
         return outside if ins.parts[1] != "param" else error

@@ -27,12 +27,13 @@ def _address_space(dtype: str) -> np.ndarray:
     """One array over the whole address space of this process; touch only checked ranges."""
 
     class Everything:
-        __array_interface__ = {
-            "shape": (_SPAN // np.dtype(dtype).itemsize,),
-            "typestr": np.dtype(dtype).str,
-            "data": (BASE, False),
-            "version": 3,
-        }
+        def __init__(self) -> None:
+            self.__array_interface__ = {
+                "shape": (_SPAN // np.dtype(dtype).itemsize,),
+                "typestr": np.dtype(dtype).str,
+                "data": (BASE, False),
+                "version": 3,
+            }
 
     return np.asarray(Everything())
 
@@ -219,7 +220,8 @@ class TmemAllocator:
         if self.blocks.get(col) != ncols:
             have = ", ".join(f"{c}..{c + n - 1}" for c, n in sorted(self.blocks.items())) or "none"
             raise MisuseError(
-                f"{place(ins)}columns {col}..{col + ncols - 1} are no allocation (there are: {have})"
+                f"{place(ins)}columns {col}..{col + ncols - 1} are no allocation "
+                f"(there are: {have})"
             )
         del self.blocks[col]
         self.owned[col : col + ncols] = False

@@ -82,7 +82,8 @@ class UnsetRead:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.op} read {self.count} unwritten {self.space} values (first at {self.address:#x})"
+        first = f"first at {self.address:#x}"
+        return f"{self.where}: {self.op} read {self.count} unwritten {self.space} values ({first})"
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""The table of instructions that the simulator executes: `python -m fa_cute.sim.table`."""
+"""The table of instructions in README.md: `python -m fa_cute.sim.table` brings it up to date."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from fa_cute.sim import handlers
 from fa_cute.sim.jit import registry
@@ -46,5 +48,11 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
+def update(readme: Path) -> None:
+    """Replace what stands between the two markers."""
+    before, rest = readme.read_text().split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{rest.split(END)[1]}")
+
+
 if __name__ == "__main__":
-    print(markdown())
+    update(Path(__file__).with_name("README.md"))

@@ -104,7 +104,8 @@ def test_special_registers(engine):
     body = (
         PROLOGUE
         + """
-    mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; mov.u32 %r3, %cluster_ctarank; mov.u32 %r4, %clusterid.x;
+    mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x;
+    mov.u32 %r3, %cluster_ctarank; mov.u32 %r4, %clusterid.x;
     mad.lo.u32 %r5, %r1, 10, %r2; mad.lo.u32 %r5, %r5, 10, %r3; mad.lo.u32 %r5, %r5, 10, %r4;
     mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd0, %rd2;
     st.global.u32 [%rd2], %r5;
@@ -247,7 +248,8 @@ def test_global_atomics(op, expected, engine):
         + f"""
     mov.u32 %r1, 3;
     atom.global.{op} %r2, [%rd0], %r1;
-    ld.param.u64 %rd2, [a1]; mul.wide.u32 %rd3, %r0, 4; add.s64 %rd3, %rd2, %rd3; st.global.u32 [%rd3], %r2;
+    ld.param.u64 %rd2, [a1]; mul.wide.u32 %rd3, %r0, 4; add.s64 %rd3, %rd2, %rd3;
+    st.global.u32 [%rd3], %r2;
     """
     )
     run(body, x, old, engine=engine)
@@ -265,7 +267,8 @@ def test_compare_and_swap_lets_one_lane_win(engine):
         + """
     add.u32 %r1, %r0, 1;
     atom.global.cas.b32 %r2, [%rd0], 0, %r1;
-    ld.param.u64 %rd2, [a1]; mul.wide.u32 %rd3, %r0, 4; add.s64 %rd3, %rd2, %rd3; st.global.u32 [%rd3], %r2;
+    ld.param.u64 %rd2, [a1]; mul.wide.u32 %rd3, %r0, 4; add.s64 %rd3, %rd2, %rd3;
+    st.global.u32 [%rd3], %r2;
     """
     )
     run(body, x, old, engine=engine)

@@ -52,7 +52,8 @@ KERNEL = (
     }
     .reg .b32 late;
     mov.b32 late, 1;
-    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r1], [%rd1, {%r2, %r3}], [%r4];
     selp.b32 %r5, 1, 0, %p2;
     and.pred %p3, %p1, !%p2;
 $L__exit:

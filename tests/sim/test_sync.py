@@ -1,4 +1,4 @@
-"""mbarriers, named and cluster barriers, register pools: state machines, errors, deadlock reports."""
+"""mbarriers, named and cluster barriers, register pools: state machines and errors."""
 
 from __future__ import annotations
 
@@ -225,7 +225,8 @@ def test_an_exited_warp_is_not_waited_for(engine):
 CLUSTER = """
 mov.u32 %r3, %cluster_ctarank; xor.b32 %r4, %r3, 1; mapa.shared::cluster.u32 %r5, %r1, %r4;
 fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait;
-mov.u32 %r10, %ctaid.x; mad.lo.u32 %r11, %r10, 64, %r0; mul.wide.u32 %rd1, %r11, 4; add.s64 %rd1, %rd0, %rd1;
+mov.u32 %r10, %ctaid.x; mad.lo.u32 %r11, %r10, 64, %r0;
+mul.wide.u32 %rd1, %r11, 4; add.s64 %rd1, %rd0, %rd1;
 """
 
 
@@ -260,7 +261,8 @@ def test_st_async_and_red_async(engine, schedule):
         mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 12;
         add.u32 %r6, %r3, 20;
         st.async.mbarrier::complete_tx::bytes.shared::cluster.v2.b32 [%r5+64], {%r6, %r6}, [%r5];
-        red.async.relaxed.cluster.mbarrier::complete_tx::bytes.shared::cluster.add.u32 [%r5+128], %r6, [%r5];
+        red.async.relaxed.cluster.mbarrier::complete_tx::bytes.shared::cluster.add.u32
+            [%r5+128], %r6, [%r5];
         W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;
         @!%p2 bra W;
         ld.shared.u32 %r6, [%r1+68]; ld.shared.u32 %r7, [%r1+128]; add.u32 %r6, %r6, %r7;
@@ -286,7 +288,8 @@ def test_cluster_launch_control_takes_over_the_grid(engine):
         bar.sync 0;
         @%p0 bra W;
         mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;
-        clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r22], [%r1];
+        clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128
+            [%r22], [%r1];
         W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], %r21;
         @!%p2 bra W;
         xor.b32 %r21, %r21, 1;

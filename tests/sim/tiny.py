@@ -9,7 +9,13 @@ import numpy as np
 from fa_cute.sim import machine, ptx
 from fa_cute.sim.memory import GlobalMemory
 
-HEAD = ".version 8.8\n.target {target}\n.address_size 64\n{shared}\n.visible .entry k({params})\n{bounds}{{\n"
+HEAD = """.version 8.8
+.target {target}
+.address_size 64
+{shared}
+.visible .entry k({params})
+{bounds}{{
+"""
 REGS = """
 .reg .pred %p<40>; .reg .b16 %h<40>; .reg .b32 %r<99>; .reg .b64 %rd<99>; .reg .f32 %f<99>;
 .reg .b128 %q<9>;
