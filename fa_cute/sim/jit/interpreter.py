@@ -26,7 +26,7 @@ from fa_cute.sim.jit.registry import Form, Spec, op
 _FAR = 0xFFFFFFFF
 
 
-@op("bra", "brx")
+@op("bra")
 def branch(form: Form) -> Spec:
     form.rest("uni")
     return Spec(("label",), lambda f: f.done(BRANCH))
