@@ -378,6 +378,18 @@ def test_compaction_keeps_the_results_and_saves_rows():
     assert (results[0] == results[1]).all()
 
 
+def test_compaction_keeps_both_halves_of_wide_registers():
+    body = """.reg .b128 %q<4>; mov.b64 %rd1, 5; mov.b64 %rd2, 6; mov.b128 %q1, {%rd1, %rd2};
+    mov.b128 %q2, %q1; mov.b64 %rd3, 9; add.s64 %rd4, %rd3, %rd3; mov.b128 {%rd5, %rd6}, %q2;
+    add.s64 %rd7, %rd5, %rd6;"""
+    kernel = t.kernel_of(body)
+    for k in (kernel, compact(kernel)):
+        warp = jit.build(k).warp()
+        assert warp.run() >> 60 == jit.KIND_EXIT
+        assert (t.rows_of(warp, "%rd7") == 11).all() and (t.rows_of(warp, "%rd4") == 18).all()
+    assert compact(kernel).n64 < kernel.n64
+
+
 def test_compaction_follows_loops():
     body = """mov.b32 %r1, 0; mov.b32 %r2, 7; mov.b32 %r9, 1;
     L: add.s32 %r3, %r1, %r2; mul.lo.u32 %r4, %r3, 3; @%p1 mov.b32 %r2, %r4; add.s32 %r1, %r1, 1;

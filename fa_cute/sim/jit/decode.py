@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from fa_cute.sim.jit.library import spec
 from fa_cute.sim.jit.registry import Form, Unsupported, form_of
@@ -59,9 +60,13 @@ def flatten(instr: Instr) -> list:
 
 def _halves(operand) -> list:
     if isinstance(operand, Reg) and operand.type == ".b128":
-        high = Reg(operand.bank, operand.index + 1, operand.name, operand.type)
-        return [operand, high]
+        return [operand, _high_half(operand)]
     return [operand]
+
+
+@cache  # for ever: registers are told apart by identity while a kernel is encoded
+def _high_half(reg: Reg) -> Reg:
+    return Reg(reg.bank, reg.index + 1, reg.name, reg.type)
 
 
 def _width(operand) -> int:

@@ -84,7 +84,8 @@ class _Intervals:
     def __init__(self, kernel: Kernel):
         self.instrs = kernel.instrs
         self.ids: dict[tuple[Bank, int], int] = {}
-        self.pinned: set[int] = set()
+        self.pinned: set[int] = set()  # keep a row for themselves
+        self.double: set[int] = set()  # .b128: two rows
         self.writes: list[list[int]] = []
         self.reads: list[list[int]] = []
         self.by_object: dict[int, int] = {}
@@ -94,6 +95,8 @@ class _Intervals:
             self.reads.append([self._id(r) for r in used])
             if instr.parts[0] in _ASYNCHRONOUS:
                 self.pinned.update(self._id(r) for r in (*written, *used))
+            self.double.update(self._id(r) for r in (*written, *used) if r.type == ".b128")
+        self.pinned |= self.double
         self.start = [len(self.instrs)] * len(self.ids)
         self.stop = [-1] * len(self.ids)
 
@@ -187,7 +190,7 @@ def _assign(intervals: _Intervals) -> tuple[dict[tuple[Bank, int], int], dict[Ba
         for key, i in sorted(mine, key=lambda entry: entry[0][1]):
             if i in intervals.pinned:
                 rows[key] = counts[bank]
-                counts[bank] += 1
+                counts[bank] += 2 if i in intervals.double else 1
         active: list[tuple[int, int]] = []  # (last instruction, row)
         free: list[int] = []
         for key, i in sorted(mine, key=lambda entry: intervals.start[entry[1]]):
@@ -237,8 +240,6 @@ class _Renamer:
 
 def compact(kernel: Kernel) -> Kernel:
     """The kernel with its registers in as few rows as their lives allow."""
-    if any(r.type == ".b128" for r in kernel.regs.values()):
-        return kernel
     intervals = _Intervals(kernel)
     intervals.compute()
     rows, counts = _assign(intervals)
