@@ -26,7 +26,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.pipeline import helpers as pipeline_helpers
 
 from ..errors import PlanError
-from ..plan.topology import Via
+from ..plan.topology import Arrive, Via
 from . import ptx
 
 UMMA_PRODUCER = (Via.UMMA_ASYNC,)
@@ -196,11 +196,13 @@ def build(topology, warps, smem) -> SimpleNamespace:
     op = pipeline_helpers.PipelineOp
     pipes = {}
     for edge in topology.edges:
+        if Arrive.THREADS in (edge.src_by, edge.dst_by):
+            raise PlanError(f"edge {edge.name!r} arrives by threads; these pipes arrive by warps")
         produced, released = edge.arrivals(warps)
         sides = 1 if edge.one_way else 2
         storage = pipeline_helpers.alloc_reserved_mbarrier(edge.stages, multiplier=sides)
         storage = storage.align(min_align=8)
-        tx_bytes = sum(smem.bytes(field) for field in edge.tx)
+        tx_bytes = edge.tx_bytes(smem)
         full_op = op.TCGen05Mma if edge.via in UMMA_PRODUCER else op.AsyncThread
         full_op = op.TmaLoad if edge.via in TMA_PRODUCER else full_op
         full = _sync(full_op, storage, edge.stages, produced, tx_bytes, f"{edge.name}.full")

@@ -62,9 +62,8 @@ class Edge:
         src, dst: a role, or several whose arrivals complete a phase together.
         stages: slots.
         tx: SMEM fields that one TMA phase brings, each one stage.
-        src_by, dst_by: how the threads of that side arrive; only where threads do.
-            ``Via.TMA_ASYNC`` consumers release once per warp unless said otherwise (as the DSL's
-            pipeline does).
+        src_by, dst_by: how the threads of that side arrive, where threads do; by default once per
+            warp, which is what `ops.pipes` emits.
         cta_group: CTAs whose loads complete on the leader's barrier (1, or 2 for paired
             tcgen05.mma).
         src_ctas, dst_ctas: CTAs of the cluster whose arrivals land on one barrier of that side.
@@ -78,7 +77,7 @@ class Edge:
     dst: str | tuple[str, ...]
     stages: int = 1
     tx: tuple[str, ...] = ()
-    src_by: Arrive = Arrive.THREADS
+    src_by: Arrive | None = None
     dst_by: Arrive | None = None
     cta_group: int = 1
     src_ctas: int = 1
@@ -112,7 +111,7 @@ class Edge:
                 f"edge {self.name!r} via {self.via.value}: dst_by is set, but tcgen05.commit "
                 "arrives once"
             )
-        if self.src_by is not Arrive.THREADS and not self.via.threads_produce:
+        if self.src_by is not None and not self.via.threads_produce:
             raise PlanError(
                 f"edge {self.name!r} via {self.via.value}: src_by is set, but no threads produce"
             )
@@ -146,8 +145,7 @@ class Edge:
         if self.via.threads_produce:
             producer = sum(_arrivals(warps, role, self.src_by) for role in self.sources)
         if self.via.threads_consume:
-            by = self.dst_by or (Arrive.WARPS if self.via is Via.TMA_ASYNC else Arrive.THREADS)
-            consumer = sum(_arrivals(warps, role, by) for role in self.sinks)
+            consumer = sum(_arrivals(warps, role, self.dst_by) for role in self.sinks)
         return producer * self.src_ctas, consumer * self.dst_ctas
 
     def tx_bytes(self, smem: SmemPlan) -> int:
@@ -155,13 +153,13 @@ class Edge:
         return self.cta_group * sum(smem.bytes(field) for field in self.tx)
 
 
-def _arrivals(warps: WarpPlan, role: str, by: Arrive) -> int:
+def _arrivals(warps: WarpPlan, role: str, by: Arrive | None) -> int:
     teams = warps[role].teams  # one of them serves a slot
     return {
         Arrive.THREADS: warps[role].threads // teams,
         Arrive.WARPS: len(warps[role].warps) // teams,
         Arrive.ONE: 1,
-    }[by]
+    }[by or Arrive.WARPS]
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,15 @@ SMEM = SmemPlan((SmemField("sQ", 32768, 2), SmemField("sK", 16384, 3)), reserved
             Edge("e", Via.TMA_ASYNC, "load", "correction", tx=("sQ",), dst_by=Arrive.THREADS),
             (1, 128),
         ),
-        (Edge("e", Via.UMMA_ASYNC, "mma", "correction"), (1, 128)),
-        (Edge("e", Via.UMMA_ASYNC, "mma", "correction", dst_by=Arrive.WARPS), (1, 4)),
-        (Edge("e", Via.UMMA_ASYNC, "mma", "softmax", 2), (1, 128)),
+        (Edge("e", Via.UMMA_ASYNC, "mma", "correction", dst_by=Arrive.THREADS), (1, 128)),
+        (Edge("e", Via.UMMA_ASYNC, "mma", "correction"), (1, 4)),
+        (Edge("e", Via.UMMA_ASYNC, "mma", "softmax", 2), (1, 4)),
         (Edge("e", Via.ASYNC_UMMA, "softmax", "mma", 2, src_by=Arrive.WARPS), (4, 1)),
-        (Edge("e", Via.ASYNC_UMMA, ("softmax", "correction"), "mma", 2), (256, 1)),
-        (Edge("e", Via.ASYNC_UMMA, "correction", "mma", src_ctas=2), (256, 1)),
-        (Edge("e", Via.ASYNC, "correction", ("mma", "load")), (128, 64)),
-        (Edge("e", Via.ASYNC, "correction", "mma", src_by=Arrive.ONE), (1, 32)),
+        (Edge("e", Via.ASYNC_UMMA, ("softmax", "correction"), "mma", 2), (8, 1)),
+        (Edge("e", Via.ASYNC_UMMA, "correction", "mma", src_ctas=2), (8, 1)),
+        (Edge("e", Via.ASYNC, "correction", ("mma", "load")), (4, 2)),
+        (Edge("e", Via.ASYNC, "correction", "mma", src_by=Arrive.ONE), (1, 1)),
+        (Edge("e", Via.ASYNC, "correction", "mma", src_by=Arrive.THREADS), (128, 1)),
     ],
 )
 def test_arrivals(edge: Edge, arrivals: tuple[int, int]) -> None:
@@ -113,7 +114,7 @@ def test_edges_refused(arguments: dict, words: str) -> None:
             "no edge 'f'",
         ),
         (
-            Topology((Edge("e", Via.ASYNC, "correction", "mma", src_ctas=10000),)),
+            Topology((Edge("e", Via.ASYNC, "correction", "mma", src_ctas=300_000),)),
             "an mbarrier counts to 1048575",
         ),
         (
