@@ -50,10 +50,18 @@ class Warpgroup:
         self.own = None if cfg.by_role else (w * half, (w + 1) * half)
 
     def take(self) -> list[Event]:
-        return [sync(f"turn_{self.w}")]
+        return [sync(f"turn_{self.w}")] if self.cfg.turns else []
 
     def give(self) -> list[Event]:
-        return [arrive(f"turn_{1 - self.w}")]
+        return [arrive(f"turn_{1 - self.w}")] if self.cfg.turns else []
+
+    def wait_ds(self, m: int) -> list[Event]:
+        """Without turns: the other's dS of step m is there."""
+        return [] if self.cfg.turns else [sync(f"ds_{1 - self.w}{m % 2}")]
+
+    def signal_ds(self, m: int) -> list[Event]:
+        """Without turns: ours of step m is there, and we have read that of the step before."""
+        return [] if self.cfg.turns else [arrive(f"ds_{self.w}{m % 2}")]
 
     def hand_over(self) -> list[Event]:
         buffer = self.w % self.cfg.dq_buffers
@@ -62,7 +70,7 @@ class Warpgroup:
         return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(f"dq_full_{self.w}")]
 
     def dq(self, m: int) -> list[Event]:
-        return [read("sdS", m % 2), read("sK")]
+        return [read("sdS", m % self.cfg.ds_stages), read("sK")]
 
     def mine(self, m: int) -> bool:
         """Whether this warpgroup computes (a part of) dQ of step m."""
@@ -70,19 +78,21 @@ class Warpgroup:
 
     def second_turn(self, m: int, operands: list[Event]) -> list[Event]:
         """dQ of the step before and the last products of this one."""
+        issued = [*self.give(), *self.signal_ds(m)]
         if m == 0:
-            return [*self.take(), *operands, *self.give()]
+            return [*self.take(), *operands, *issued]
+        out = [*self.take(), *self.wait_ds(m - 1)]
         if self.in_turns:
             dq = self.dq(m - 1) if self.mine(m - 1) else []
-            out = [*self.take(), *operands, *dq, *self.give()]
+            out += [*operands, *dq, *issued]
             return out + (self.hand_over() if self.mine(m - 1) else [])
-        return [*self.take(), *self.dq(m - 1), *operands, *self.give(), *self.hand_over()]
+        return [*out, *self.dq(m - 1), *operands, *issued, *self.hand_over()]
 
     def step_of_keys_split(self, m: int) -> list[Event]:
         q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
         out = [wait("load_q"), wait("load_do"), *self.take()]
         out += [read("sK"), read("sQ", q), read("sV"), read("sdO", do), *self.give()]
-        out += [read("sLse", q), read("sDelta", do), write("sdS", m % 2, self.own)]
+        out += [read("sLse", q), read("sDelta", do), write("sdS", m % self.cfg.ds_stages, self.own)]
         out += self.second_turn(m, [read("sdO", do), read("sQ", q)])
         return [*out, release("load_do"), release("load_q")]
 
@@ -97,7 +107,7 @@ class Warpgroup:
         q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
         out = [wait("load_q"), wait("load_do"), *self.take(), read("sV"), read("sdO", do)]
         out += [*self.give(), sync("p_full"), read("sP"), read("sDelta", do), release("load_do")]
-        out += [write("sdS", m % 2), *self.second_turn(m, [read("sQ", q)])]
+        out += [write("sdS", m % self.cfg.ds_stages), *self.second_turn(m, [read("sQ", q)])]
         return [*out, release("load_q")]
 
     def script(self, steps: int) -> list[Event]:
@@ -110,7 +120,7 @@ class Warpgroup:
         out += [wait(edge) for edge in loads]
         for m in range(steps):
             out += step(m)
-        out += self.take()
+        out += [*self.take(), *self.wait_ds(steps - 1)]
         out += self.give() if self.w == 0 else []
         if self.mine(steps - 1):
             out += [*self.dq(steps - 1), *self.hand_over()]
@@ -182,12 +192,21 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     assert len(turns) <= 4, turns
 
 
-def test_one_stage_of_ds_is_too_few() -> None:
-    """The other warpgroup may still read the stage for its last dQ."""
-    cfg = CONFIGS[IDS.index("128-128")]
-    broken = {
-        agent: [Event(e.verb, e.name, 0, e.span) if e.name == "sdS" else e for e in script]
-        for agent, script in scripts(cfg, 3).items()
-    }
+def test_turns_need_two_stages_of_ds() -> None:
+    """With one, the other warpgroup may still read it for its last dQ."""
+    row = TILES[IDS.index("128-128")]
+    one = BwdSm90Config(**row | {"ds_stages": 1})
     with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
-        check(cfg, broken)
+        check(one, scripts(one, 3))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_without_turns_ds_needs_three_stages(stages: int) -> None:
+    """What tells us that the other has read stage m comes a step later than with turns."""
+    row = TILES[IDS.index("128-128")]
+    cfg = BwdSm90Config(**row | {"turns": False, "ds_stages": stages})
+    if stages == 3:
+        check(cfg, scripts(cfg, 7))
+    else:
+        with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
+            check(cfg, scripts(cfg, 7))
