@@ -86,18 +86,23 @@ def _sm100_forward() -> tuple[Row, ...]:
 
 def _sm90_forward() -> tuple[Row, ...]:
     """Tiles by padded head dims; TMA fills what a head dim lacks with zeros."""
-    tiles = (
-        (64, 64, {"teams": 3, "early_pass": 0}),
-        (96, 96, {"teams": 2}),
-        (128, 128, {"teams": 2}),
-        (192, 128, {"teams": 2, "q_stages": 1}),
-        (192, 192, {"teams": 2, "q_stages": 1, "tile_n": 96}),
-        (256, 256, {"teams": 2, "q_stages": 1, "tile_n": 80}),
-    )
+    three = {"teams": 3, "early_pass": 0}
+    two = {"teams": 2, "early_pass": 0, "q_stages": 1, "scores_first": True}
     rows = []
-    for head_dim, head_dim_v, tile in tiles:
-        cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile)
-        rows.append(Row(("sm_90a",), head_dim, head_dim_v, None, cfg, step=8))
+    for causal in (True, False):
+        # With one stage of Q a tile cannot start under the end of the one before: nothing is gained
+        # by a persistent grid.
+        one_tile = {"scheduler": "lpt" if causal else "single"}
+        for head_dim, head_dim_v, tile in (
+            (64, 64, {"tile_n": 128, **three}),
+            (96, 96, {"tile_n": 112, **three}),
+            (128, 128, {"tile_n": 80, **three}),
+            (192, 128, {"tile_n": 80, "q_stages": 1, **three, **one_tile}),
+            (192, 192, {"tile_n": 112, **two, **one_tile}),
+            (256, 256, {"tile_n": 80, **two, **one_tile}),
+        ):
+            cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile)
+            rows.append(Row(("sm_90a",), head_dim, head_dim_v, causal, cfg, step=8))
     return tuple(rows)
 
 

@@ -73,28 +73,14 @@ def _pass_turn(cx: FwdCtx, t: Team):
 
 
 @cute.jit
-def _scores(cx: FwdCtx, t: Team, slab, k_slot, last: bool):
-    """Issue S = Q K^T; ``last``: of this turn, which is passed on near its end."""
-    n = const_expr(cute.size(t.tSrQ.shape[2]))
+def _product(cx: FwdCtx, t: Team, mma, acc, a, b, accumulate, last: bool):
+    """Issue ``acc (+)= a b``; the ``last`` one of a turn passes it on near its end."""
+    n = const_expr(cute.size(a.shape[2]))
     tail = const_expr(cx.cfg.early_pass if last else 0)
-    Q, K = t.tSrQ[None, None, None, slab], t.tSrK[None, None, None, k_slot]
-    wgmma.issue(cx.args.qk, t.S, Q, K, False, range(n - tail))
+    wgmma.issue(mma, acc, a, b, accumulate, range(n - tail))
     if const_expr(last):
         _pass_turn(cx, t)
-        wgmma.issue(cx.args.qk, t.S, Q, K, True, range(n - tail, n))
-    warpgroup.commit_group()
-
-
-@cute.jit
-def _output(cx: FwdCtx, t: Team, v_slot, accumulate, last: bool):
-    """Issue O (+)= P V; ``last`` as in `_scores`."""
-    n = const_expr(cute.size(t.P.shape[2]))
-    tail = const_expr(cx.cfg.early_pass if last else 0)
-    V = t.tOrV[None, None, None, v_slot]
-    wgmma.issue(cx.args.pv, t.O, t.P, V, accumulate, range(n - tail))
-    if const_expr(last):
-        _pass_turn(cx, t)
-        wgmma.issue(cx.args.pv, t.O, t.P, V, True, range(n - tail, n))
+        wgmma.issue(mma, acc, a, b, True, range(n - tail, n))
     warpgroup.commit_group()
 
 
@@ -104,17 +90,20 @@ def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
     leaves its product out. All of it is complete on return, or only S with `scores_first`.
     """
     first = const_expr(cx.cfg.scores_first)
+    both = const_expr(k_slot is not None and v_slot is not None)
+    qk, pv = cx.args.qk, cx.args.pv
+    Q = t.tSrQ[None, None, None, slab]
+    K = t.tSrK[None, None, None, 0 if const_expr(k_slot is None) else k_slot]
+    V = t.tOrV[None, None, None, 0 if const_expr(v_slot is None) else v_slot]
     _wait_turn(cx, t)
     warpgroup.fence()
     if const_expr(first and k_slot is not None):
-        _scores(cx, t, slab, k_slot, v_slot is None)
+        _product(cx, t, qk, t.S, Q, K, False, not both)
     if const_expr(v_slot is not None):
-        _output(cx, t, v_slot, accumulate, first or k_slot is None)
+        _product(cx, t, pv, t.O, t.P, V, accumulate, first or not both)
     if const_expr(not first and k_slot is not None):
-        _scores(cx, t, slab, k_slot, True)
-    warpgroup.wait_group(
-        1 if const_expr(first and k_slot is not None and v_slot is not None) else 0
-    )
+        _product(cx, t, qk, t.S, Q, K, False, True)
+    warpgroup.wait_group(1 if const_expr(first and both) else 0)
 
 
 @cute.jit
@@ -245,8 +234,9 @@ class Consumer:
             if blocks.hi > blocks.full_hi:
                 _mask(cx, t, tile, blocks.hi - 1)
             ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
-            if storing:
-                q_done = _free_q(q_done, t)
+            if const_expr(c.joined):
+                if storing:
+                    q_done = _free_q(q_done, t)
             for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                 n_block = blocks.hi - 2 - i
                 v_full, k_full = v.wait_and_advance(), k.wait_and_advance()

@@ -52,7 +52,7 @@ SM_REGISTERS = 65536
 RESERVED_BYTES = 1024
 # (consumer, producer) registers a thread by number of consumer warpgroups; with the launch's even share
 # they add up to the register file.
-TEAM_REGS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+TEAM_REGS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 
 
 def padded(head_dim: int) -> int:
