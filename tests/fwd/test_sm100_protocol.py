@@ -134,11 +134,12 @@ def correction(work: list[int]) -> list[Event]:
 
 
 def epilogue(work: list[int]) -> list[Event]:
+    """The copy engine reads a slot until the wait before its release."""
     out = []
     for _ in work:
+        out += [wait("correction_o", t) for t in TILES]
         for t in TILES:
-            out += [wait("correction_o", t), read("sO", t)]
-        out += [release("correction_o", t) for t in TILES]
+            out += [read("sO", t), release("correction_o", t)]
     return out
 
 
@@ -198,6 +199,21 @@ def test_every_missing_event_is_reported() -> None:
                 missed.append(f"{agent} without event {at}: {event}")
     assert dropped > 80
     assert not missed, "\n".join(missed)
+
+
+def test_every_wait_for_an_output_slot_is_needed() -> None:
+    """Taken without a wait, it races with the copy of the tile before; the first ones are free."""
+    right = scripts([1, 1, 2])
+    script = right["correction"]
+    taken = [i for i, e in enumerate(script) if e == acquire("correction_o", e.slot)]
+    for at in taken:
+        claimed = claim("correction_o", script[at].slot)
+        broken = {**right, "correction": [*script[:at], claimed, *script[at + 1 :]]}
+        if at in taken[:Q_TILES]:
+            check(CONFIG, broken, seeds=0)
+        else:
+            with pytest.raises(ProtocolError, match="race: SMEM sO"):
+                check(CONFIG, broken, seeds=0)
 
 
 def test_rescaling_without_waiting_for_the_factor_races_with_the_product() -> None:
