@@ -43,26 +43,18 @@ def forward(family: str, head_dim: int, causal: bool) -> tuple[Any, str]:
 
 
 def backward(head_dim: int, causal: bool, deterministic: bool) -> tuple[Any, str]:
-    """Configuration and PTX of the Hopper backward's main kernel."""
+    """Configuration and PTX of the Hopper backward."""
     import tempfile
 
-    import cutlass.cute as cute
-    from cutlass import Float32
-    from cutlass.cute.runtime import make_fake_stream
-
+    from fa_cute import compile as compiler
     from fa_cute.bwd.args import BwdSpec
-    from fa_cute.bwd.sm90.kernel import BwdSm90
     from fa_cute.bwd.sm90.plan import config
-
-    from .gpu.bwd import fake
 
     spec = BwdSpec("bf16", head_dim, head_dim, causal, 1, deterministic)
     cfg = config(spec)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir {folder}"
-        kernel = BwdSm90(cfg, spec)
-        compiled = cute.compile(kernel, *fake(spec), Float32(1.0), stream, options=options)
+        options = f"--keep-ptx --dump-dir {folder}"
+        compiled = compiler.build_backward(cfg, spec, archs.get("sm_90a"), options)
         return cfg, compiled.artifacts.PTX
 
 
