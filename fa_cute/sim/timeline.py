@@ -99,8 +99,9 @@ class Timeline:
         axes.invert_yaxis()
         axes.set_xlabel("simulated steps (warp instructions; order, not time)")
         axes.set_title(title or f"CTA {cta}", fontsize=10)
+        handles = [Patch(color=COLORS.get(k, "#f58518"), label=k) for k in kinds]
         axes.legend(
-            handles=[Patch(color=COLORS.get(k, "#f58518"), label=k) for k in kinds], fontsize=7
+            handles=handles, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(kinds)
         )
         figure.tight_layout()
         figure.savefig(path)
