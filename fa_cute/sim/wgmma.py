@@ -18,7 +18,6 @@ import numpy as np
 from fa_cute.errors import MisuseError, UnknownInstructionError
 from fa_cute.sim import layouts
 from fa_cute.sim.handlers import FULL, handles
-from fa_cute.sim.layouts import SmemDesc
 from fa_cute.sim.memory import place
 from fa_cute.sim.operands import predicate, uniform64
 from fa_cute.sim.ptx import Imm, Vec
@@ -51,26 +50,21 @@ class Form:
     negate_b: bool
 
 
-@dataclass(frozen=True)
-class Step:
-    """One wgmma.mma_async with its values, as captured at issue."""
+# One wgmma.mma_async as captured at issue: A's descriptor or register rows, B's descriptor (both
+# raw bits), and whether D is accumulated.
+Step = tuple[int | tuple[int, ...], int, bool]
 
-    form: Form
-    a: SmemDesc | tuple[int, ...]  # descriptor, or register rows
-    b: SmemDesc
-    accumulate: bool
-
-    def continues(self, first: Step) -> bool:
-        return (
-            self.accumulate
-            and self.form == first.form
-            and _same_pattern(self.b, first.b)
-            and (self.form.a_in_registers or _same_pattern(self.a, first.a))
-        )
+_START = 0x3FFF  # bits of a descriptor that differ between the K steps of one product
 
 
-def _same_pattern(x: SmemDesc, y: SmemDesc) -> bool:
-    return (x.lbo, x.sbo, x.swizzle) == (y.lbo, y.sbo, y.swizzle)
+def _continues(step: Step, first: Step, in_registers: bool) -> bool:
+    """Can this step be added to the product that `first` begins?"""
+    a, b, accumulate = step
+    return (
+        accumulate
+        and (b ^ first[1]) & ~_START == 0
+        and (in_registers or (a ^ first[0]) & ~_START == 0)
+    )
 
 
 class Stream:
@@ -80,41 +74,44 @@ class Stream:
 
     def __init__(self, warpgroup: Warpgroup):
         self.warpgroup = warpgroup
-        self.open: dict[int, tuple[list[Step], Instr]] = {}  # quarter -> what it collects
+        self.open: dict[int, Held] = {}  # quarter -> what it collects
         self.sealed: dict[int, list] = {q: [] for q in range(4)}
         self.outstanding: list[Product] = []
 
-    def add(self, warp: Warp, step: Step, ins: Instr) -> None:
+    def add(self, warp: Warp, form: Form, step: Step, ins: Instr) -> None:
         held = self.open.get(warp.quarter)
-        if held and (len(held[0]) == _MAX_STEPS or not step.continues(held[0][0])):
+        if held is not None:
+            steps = held.steps
+            if (
+                held.form is form
+                and len(steps) < _MAX_STEPS
+                and _continues(step, steps[0], form.a_in_registers)
+            ):
+                steps.append(step)
+                return
             self.seal(warp)
-            held = None
-        if held is None:
-            self.open[warp.quarter] = ([step], ins)
-        else:
-            held[0].append(step)
+        self.open[warp.quarter] = Held(form, [step], ins)
 
     def seal(self, warp: Warp) -> None:
         """The warp issues something else: its collected product is complete."""
         held = self.open.pop(warp.quarter, None)
         if held is None:
             return
-        steps, ins = tuple(held[0]), held[1]
-        share = Share(warp, steps, warp.groups("wgmma").add())
+        share = Share(warp, held, warp.groups("wgmma").add())
         if not warp.machine.queue.early:
             share.hide(self.outstanding)
         self.sealed[warp.quarter].append(share)
         if all(self.sealed.values()):
             shares = [self.sealed[q].pop(0) for q in range(4)]
-            self._post(shares, ins)
+            self._post(shares)
 
-    def _post(self, shares: list[Share], ins: Instr) -> None:
-        steps = shares[0].steps
-        if any(share.steps != steps for share in shares):
+    def _post(self, shares: list[Share]) -> None:
+        held = shares[0].held
+        if any((s.held.form, s.held.steps) != (held.form, held.steps) for s in shares):
             raise MisuseError(
-                f"{place(ins)}the warps of a warpgroup disagree on descriptors or predicates"
+                f"{place(held.ins)}the warps of a warpgroup disagree on descriptors or predicates"
             )
-        product = Product(shares, steps, ins)
+        product = Product(shares, held)
         self.outstanding.append(product)
 
         def run():
@@ -124,68 +121,76 @@ class Stream:
         shares[0].warp.machine.queue.post("wgmma", self, run)
 
 
+class Held:
+    """Steps that a warp has collected."""
+
+    __slots__ = ("form", "ins", "steps")
+
+    def __init__(self, form: Form, steps: list[Step], ins: Instr):
+        self.form, self.steps, self.ins = form, steps, ins
+
+
 class Share:
     """One warp's part of a product."""
 
-    __slots__ = ("done", "saved", "steps", "warp")
+    __slots__ = ("done", "held", "saved", "warp")
 
-    def __init__(self, warp: Warp, steps: tuple[Step, ...], done):
-        self.warp, self.steps, self.done = warp, steps, done
+    def __init__(self, warp: Warp, held: Held, done):
+        self.warp, self.held, self.done = warp, held, done
         self.saved: np.ndarray | None = None  # D as it was, while the registers are poisoned
 
     def hide(self, outstanding: list[Product]) -> None:
         """Poison D until the product is there; a product under way will bring D's real value."""
-        rows = self.steps[0].form.d_rows
-        if any(not set(rows).isdisjoint(p.steps[0].form.d_rows) for p in outstanding):
+        rows = self.held.form.d_rows
+        if any(not set(rows).isdisjoint(p.form.d_rows) for p in outstanding):
             return
         index = list(rows)
         self.saved = self.warp.r32[index]
         self.warp.r32[index] = FULL
 
     def accumulator(self) -> np.ndarray:
-        rows = list(self.steps[0].form.d_rows)
+        rows = list(self.held.form.d_rows)
         return self.warp.r32[rows] if self.saved is None else self.saved
 
 
 class Product:
     """D = A B (+ D) of a warpgroup over all collected steps."""
 
-    __slots__ = ("ins", "shares", "steps")
+    __slots__ = ("form", "ins", "shares", "steps")
 
-    def __init__(self, shares: list[Share], steps: tuple[Step, ...], ins: Instr):
-        self.shares, self.steps, self.ins = shares, steps, ins
+    def __init__(self, shares: list[Share], held: Held):
+        self.shares, self.form, self.steps, self.ins = shares, held.form, held.steps, held.ins
 
     def run(self) -> None:
-        form, first = self.steps[0].form, self.steps[0]
+        form = self.form
         warp = self.shares[0].warp
-        b = _smem(warp.cta, tuple(s.b for s in self.steps), form.n, form, "b", self.ins)
+        b = _smem(warp.cta, [step[1] for step in self.steps], form, "b", self.ins)
         product = self._a() @ b.T
         warp.machine.counters["mma.flops"] += 2 * product.size * b.shape[1]
         fragments = layouts.d_to_fragment(product)
-        rows = list(form.d_rows)
+        rows, accumulate = list(form.d_rows), self.steps[0][2]
         for share, values in zip(self.shares, fragments, strict=True):
-            old = share.accumulator() if first.accumulate else None
+            old = share.accumulator() if accumulate else None
             share.warp.r32[rows] = _combine(form.d_type, values, old)
         for share in self.shares:
             share.done()
 
     def _a(self) -> np.ndarray:
         """(64, all K) float32."""
-        form = self.steps[0].form
+        form = self.form
         if not form.a_in_registers:
             cta = self.shares[0].warp.cta
-            return _smem(cta, tuple(s.a for s in self.steps), 64, form, "a", self.ins)
-        size = layouts.ELEM_BYTES[form.a_type]
-        parts = []
-        for step in self.steps:
-            regs = np.stack([share.warp.r32[list(step.a)] for share in self.shares])
-            parts.append(layouts.to_float32(layouts.fragment_to_a(regs, size), form.a_type))
-        a = np.concatenate(parts, axis=1)
+            return _smem(cta, [step[0] for step in self.steps], form, "a", self.ins)
+        rows = [row for step in self.steps for row in step[0]]
+        regs = np.stack([share.warp.r32[rows] for share in self.shares])
+        raw = layouts.fragment_to_a(regs, layouts.ELEM_BYTES[form.a_type])
+        a = layouts.to_float32(raw, form.a_type)
         return -a if form.negate_a else a
 
 
-def _smem(cta, descs, rows: int, form: Form, which: str, ins: Instr) -> np.ndarray:
+def _smem(cta, bits: list[int], form: Form, which: str, ins: Instr) -> np.ndarray:
     a = which == "a"
+    rows, descs = 64 if a else form.n, tuple(layouts.decode_desc(x, "sm90") for x in bits)
     dtype, mn_major = (form.a_type, form.a_mn_major) if a else (form.b_type, form.b_mn_major)
     values = operand_values(cta, descs, (rows, form.k), dtype, mn_major, ins)
     return -values if (form.negate_a if a else form.negate_b) else values
@@ -211,6 +216,9 @@ def stream_of(warp: Warp) -> Stream:
     if stream is None:
         stream = scratch[key] = Stream(warp.warpgroup)
     return stream
+
+
+_FORMS: dict[Form, Form] = {}  # one object per form, so that `is` compares them
 
 
 def _form(ins: Instr) -> Form:
@@ -243,7 +251,7 @@ def _form(ins: Instr) -> Form:
 
 @handles("wgmma.mma_async")
 def bind_mma(ins: Instr, k):
-    form = _form(ins)
+    form = _FORMS.setdefault(_form(ins), _form(ins))
     a, b_of = ins.operands[1], uniform64(ins.operands[2], k)
     a_rows = register_rows(a) if form.a_in_registers else None
     a_of = None if form.a_in_registers else uniform64(a, k)
@@ -254,9 +262,8 @@ def bind_mma(ins: Instr, k):
         accumulate = accumulate_of(warp, mask) & FULL
         if accumulate not in (0, FULL):
             raise MisuseError(f"{place(ins)}scale-d differs between lanes: {accumulate:#010x}")
-        left = a_rows if a_of is None else layouts.decode_desc(a_of(warp, mask), "sm90")
-        right = layouts.decode_desc(b_of(warp, mask), "sm90")
-        stream_of(warp).add(warp, Step(form, left, right, bool(accumulate)), ins)
+        left = a_rows if a_of is None else a_of(warp, mask)
+        stream_of(warp).add(warp, form, (left, b_of(warp, mask), accumulate == FULL), ins)
 
     return step
 
