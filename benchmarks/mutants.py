@@ -40,7 +40,7 @@ REDUNDANT = {
     ),
     "correction o.acquire": (
         1,
-        "real, slot 1: shows only when an output store lags by a whole tile, which no schedule does",
+        "real, slot 1: shows only when an output store lags by a whole tile; no schedule does",
     ),
     "load tail": (5, "nothing follows; it keeps the CTA until the last release has landed"),
     "correction tail": (2, "nothing follows; it keeps the CTA until the last release has landed"),
