@@ -489,7 +489,8 @@ def _read_body(body: _Body, text: str, pos: int) -> int:
         directive = _LINE_DIRECTIVE.match(text, pos)
         if directive:
             loc = _LOC.match(directive[2]) if directive[1] == "loc" else None
-            if loc:
+            # Inside a block of inline assembly the compiler counts on by the lines of its text.
+            if loc and body.scope.parent is None:
                 body.loc = (int(loc[1]), int(loc[2]))
             pos = directive.end()
             continue

@@ -173,3 +173,29 @@ def test_what_the_dsl_emits(tmp_path):
     assert module.target == "sm_90a"
     assert kernel.params and kernel.instrs[-1].op == "ret"
     assert any(i.loc and i.loc[0].endswith("dsl_bodies.py") for i in kernel.instrs)
+
+
+def test_inline_assembly_is_at_the_line_of_its_call():
+    text = (
+        HEADER
+        + """
+.visible .entry k() {
+    .reg .b32 %r<2>;
+    .loc 1 10 4
+    // begin inline asm
+    { .reg .b32 x;
+    .loc 1 11 4
+    mov.b32 x, 1;
+    .loc 1 12 4
+    mov.b32 %r1, x;
+    }
+    // end inline asm
+    .loc 1 30 4
+    mov.b32 %r0, %r1;
+    ret;
+}
+.file 1 "a.py"
+"""
+    )
+    kernel = ptx.parse(text).kernels["k"]
+    assert [ins.loc for ins in kernel.instrs[:3]] == [("a.py", 10), ("a.py", 10), ("a.py", 30)]
