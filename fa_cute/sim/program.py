@@ -223,6 +223,8 @@ class Program:
         if ctx.unset_count:
             ins = self.kernel.instrs[ctx.unset_pc]
             machine.note_unset("shared", ins, ctx.unset_addr, ctx.unset_count)
+        if flops := getattr(ctx, "mma_flops", 0):
+            machine.counters["mma.flops"] += flops
         return ctx.count
 
 

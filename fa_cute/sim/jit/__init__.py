@@ -16,7 +16,7 @@ from fa_cute.sim.ptx import Instr, Kernel
 
 # Instructions with a handler that native code executes as well.
 _NATIVE = ("fence", "membar", "griddepcontrol", "prefetch", "prefetchu")
-_NATIVE_FORMS = ("ldmatrix", "stmatrix", "movmatrix")  # the common ones of many
+_NATIVE_FORMS = ("ldmatrix", "stmatrix", "movmatrix", "mma")  # the common ones of many
 
 
 def native(instr: Instr) -> bool:

@@ -6,7 +6,8 @@ import ctypes
 
 MAX_RANKS = 16  # CTAs of a cluster
 
-# A record: function pointer, guard (offset of a predicate, xor value), ten operands, an immediate.
+# A record: function pointer, guard (offset of a predicate, xor value), ten operands, an immediate
+# (or the address of a table with the operands beyond ten).
 RECORD_BYTES = 64
 RECORD_FN, RECORD_GUARD, RECORD_FLIP, RECORD_SLOTS, RECORD_IMM = 0, 8, 12, 16, 56
 RECORD_NUM_SLOTS = 10
@@ -39,6 +40,7 @@ class Context(ctypes.Structure):
         ("unset_count", ctypes.c_uint64),  # lanes that loaded a shared byte never stored
         ("unset_pc", ctypes.c_uint32),  # the first such instruction
         ("unset_addr", ctypes.c_uint32),
+        ("mma_flops", ctypes.c_uint64),  # operations of mma.sync
         ("params", ctypes.c_uint64),
         ("extents", ctypes.c_uint64),  # sorted pairs (first byte, one after the last)
         ("n_extents", ctypes.c_uint32),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 
-from fa_cute.sim.jit.context import RECORD_IMM, RECORD_SLOTS, offset_of
+from fa_cute.sim.jit.context import RECORD_IMM, RECORD_NUM_SLOTS, RECORD_SLOTS, offset_of
 
 LANES = 32
 WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "i128": 128}
@@ -282,7 +282,11 @@ class Fn:
 
     # ---- record, context, rows ----
     def slot(self, index: int) -> Val:
-        return self.load(self.rec.gep(RECORD_SLOTS + 4 * index), "i32")
+        """Offset of an operand; those that the record has no room for are in a table behind it."""
+        if index < RECORD_NUM_SLOTS:
+            return self.load(self.rec.gep(RECORD_SLOTS + 4 * index), "i32")
+        more = self.load(self.rec.gep(RECORD_IMM), PTR)
+        return self.load(more.gep(4 * (index - RECORD_NUM_SLOTS)), "i32")
 
     def imm(self) -> Val:
         return self.load(self.rec.gep(RECORD_IMM), "i64")

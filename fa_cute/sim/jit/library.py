@@ -16,6 +16,7 @@ from fa_cute.sim.jit import (  # noqa: F401  (the modules register their instruc
     math,
     matrix,
     memory,
+    mma,
     moves,
     warp,
 )

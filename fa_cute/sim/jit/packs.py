@@ -66,6 +66,7 @@ vote.sync.{ballot.b32,any.pred,all.pred} redux.sync.{add,max,min}.s32 redux.sync
 _MATRIX = """
 ldmatrix.sync.aligned.m8n8.{x4,x4.trans}.shared.b16;32,32,32,32,32
 stmatrix.sync.aligned.m8n8.{x4,x4.trans}.shared.b16;32,32,32,32,32
+mma.sync.aligned.m16n8k16.row.col.f32.{bf16.bf16,f16.f16}.f32
 """
 
 

@@ -117,6 +117,7 @@ class Program:
         self.kernel = kernel
         self.rows = _Rows(kernel, symbols)
         self.handled = frozenset(handled)
+        self._tables: list[np.ndarray] = []  # operands that records have no room for
         encoded = [self._encode(i, instr) for i, instr in enumerate(kernel.instrs)]
         addresses = library().get({key for key, *_ in encoded} | {"ret"})
         pack, end = _RECORD.pack, ("ret", self.rows.true, 0, _NO_SLOTS, 0)
@@ -137,7 +138,7 @@ class Program:
             return "stop", guard, flip, _NO_SLOTS, 0
         try:
             key, signature, flat = form_for(instr)
-            slots, imm = [0] * cx.RECORD_NUM_SLOTS, 0
+            slots, imm = [0] * max(cx.RECORD_NUM_SLOTS, len(flat)), 0
             for i, operand in enumerate(flat):
                 if type(operand) is Reg:
                     slots[i] = rows.register(operand)
@@ -158,10 +159,10 @@ class Program:
             raise UnknownInstructionError(
                 f"{instr.where}: no native code for {instr.op} ({why})"
             ) from None
-        except IndexError:
-            raise UnknownInstructionError(
-                f"{instr.where}: {instr.op} has more than {cx.RECORD_NUM_SLOTS} operands"
-            ) from None
+        if len(slots) > cx.RECORD_NUM_SLOTS:
+            more = np.array(slots[cx.RECORD_NUM_SLOTS :], np.uint32)
+            self._tables.append(more)
+            slots, imm = slots[: cx.RECORD_NUM_SLOTS], more.ctypes.data
         return key, guard, flip, slots, imm
 
     def _make_template(self) -> np.ndarray:
@@ -265,7 +266,7 @@ class WarpState:
         ctx = self.ctx
         ctx.pc, ctx.mask, ctx.live = 0, mask, mask
         ctx.limit, ctx.n_groups, ctx.count = _ALL, 0, 0
-        ctx.error = ctx.unset_count = 0
+        ctx.error = ctx.unset_count = ctx.mma_flops = 0
 
     def run(self) -> int:
         """Execute until Python is needed: kind << 60 | pc << 32 | lanes."""
