@@ -50,9 +50,10 @@ def forward(cfg, spec, arch: Arch, target: str) -> Callable:
 
 
 def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool) -> Callable:
-    """``fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, softmax_scale)`` for the backward.
+    """The backward: ``fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale)``.
 
-    ``dlse`` is None unless ``has_dlse``; ``work`` is fp32 scratch, `bwd.args.workspace_floats` long.
+    ``dlse`` is None unless ``has_dlse``; ``work`` is fp32 scratch, as long as
+    `bwd.args.workspace_floats` says.
     """
     return _get(Request("backward", cfg, spec, arch, has_dlse), target)
 

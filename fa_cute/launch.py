@@ -43,13 +43,17 @@ def _check(status) -> None:
         raise FaCuteError(f"the CUDA driver answered {status}")
 
 
-def forward(tensors, problem: AttnProblem, arch: Arch, backend: str) -> None:
-    """Fill out and lse of ``tensors`` = (q, k, v, out, lse), which are as the caller holds them."""
+def resolve(problem: AttnProblem, arch: Arch, backend: str):
+    """The compiled forward of a problem, and its config."""
     spec = tune.forward_spec(problem, arch)
     cfg = tune.forward(spec, arch)
-    kernel = compile.forward(cfg, spec, arch, backend)
-    args = (*map(plain_strides, tensors), problem.softmax_scale)
-    _run(kernel, args, arch, cfg)
+    return compile.forward(cfg, spec, arch, backend), cfg
+
+
+def forward(tensors, resolved, problem: AttnProblem, arch: Arch) -> None:
+    """Fill out and lse of ``tensors`` = (q, k, v, out, lse) by what `resolve` gave."""
+    kernel, cfg = resolved
+    _run(kernel, (*tensors, problem.softmax_scale), arch, cfg)
 
 
 def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str):
@@ -73,9 +77,11 @@ def _run(kernel, args, arch: Arch, cfg) -> None:
     device = args[0].device
     if device.type == "cpu":
         _simulate(kernel, args, arch, cfg)
-        return
-    with torch.cuda.device(device):
+    elif device.index == torch.cuda.current_device():
         kernel(*args)
+    else:
+        with torch.cuda.device(device):
+            kernel(*args)
 
 
 def simulated_arch() -> Arch | None:

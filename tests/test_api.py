@@ -170,3 +170,65 @@ def test_public_names():
     with pytest.raises(AttributeError):
         fa_cute.nothing  # noqa: B018
     assert math.isclose(float(fa_cute.__version__.rsplit(".", 1)[0]), 0.1)
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Remembers calls on CPU tensors as it does on CUDA tensors; a list with one item per check."""
+    validated = []
+    check = api.AttnProblem.of.__func__
+
+    def of(cls, *args, **kw):
+        validated.append(1)
+        return check(cls, *args, **kw)
+
+    monkeypatch.setattr(api, "_REPEATED", "cpu")
+    monkeypatch.setattr(api, "_seen", {})
+    monkeypatch.setattr(api.AttnProblem, "of", classmethod(of))
+    monkeypatch.setattr(api.Call, "forward", lambda self, q, k, v: (q, self.problem))
+    return validated
+
+
+def test_a_repeated_call_is_validated_once(repeated):
+    q, k, v = qkv(**NO_GRAD)
+    for causal in (True, False, True, False):
+        _, problem = flash_attn_func(q, k, v, causal=causal, return_lse=True)
+        assert problem.causal == causal
+    assert len(repeated) == 2
+    flash_attn_func(q[:, :3], k, v)
+    flash_attn_func(q, k, v, 0.5)
+    flash_attn_func(q.half(), k.half(), v.half())
+    flash_attn_func(q.transpose(0, 0).clone(), k, v)
+    assert len(repeated) == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": 1},
+        {"softcap": False},
+        {"softmax_scale": True},
+        {"window_size": [-1, -1, -1]},
+        {"deterministic": 0},
+        {"return_lse": 1},
+        {"backend": "nonsense"},
+    ],
+    ids=str,
+)
+def test_what_is_equal_to_a_remembered_call_is_still_checked(options, repeated):
+    q, k, v = qkv(**NO_GRAD)
+    for causal in (True, False):
+        flash_attn_func(q, k, v, causal=causal)
+        flash_attn_func(q, k, v, 1.0, causal, deterministic=False)
+    with pytest.raises(fa_cute.ArgumentError):
+        flash_attn_func(q, k, v, **options)
+
+
+def test_a_remembered_call_still_checks_alignment_and_gradients(repeated):
+    q, k, v = qkv(**NO_GRAD)
+    flash_attn_func(q, k, v)
+    flat = torch.zeros(q.numel() + 8, dtype=q.dtype)
+    with pytest.raises(fa_cute.ArgumentError, match="do not start"):
+        flash_attn_func(flat[1 : q.numel() + 1].view(q.shape), k, v)
+    with pytest.raises(fa_cute.UnsupportedError, match="requires_grad"):
+        flash_attn_func(q.requires_grad_(), k, v)
