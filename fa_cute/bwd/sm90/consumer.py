@@ -100,10 +100,16 @@ class Consumer:
         S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         if const_expr(c.turns):
             take_turn(cx, lane.wg)
+        elif const_expr(first and c.offset):
+            if lane.wg == 1:
+                take_turn(cx, lane.wg)
         gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
         if const_expr(c.turns):
             pass_turn(cx, lane.wg)
+        elif const_expr(first and c.offset):
+            if lane.wg == 0:
+                pass_turn(cx, lane.wg)
         warpgroup.wait_group(1)  # S
         probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
         blocks = cx.q_blocks()

@@ -88,6 +88,7 @@ class BwdSm90Config:
     dq_split: str = "cols"
     dq_direct: bool = False
     turns: bool = True
+    offset: bool = True
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
@@ -156,7 +157,7 @@ class BwdSm90Config:
         m, n, d, dv = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
         sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, self.dq_buffers)
         # P in fragment order, from the warpgroup that makes it to the one that needs it for dS
-        sP = SmemField("sP", m * n * ELEMENT_BYTES)
+        sP = SmemField("sP", m * n * ELEMENT_BYTES, 1 if self.turns else 2)
         return SmemPlan(
             (
                 SmemField("sK", n * d * ELEMENT_BYTES),
@@ -192,9 +193,10 @@ class BwdSm90Config:
         )
         order = tuple(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS))
         if not self.turns:
-            order = tuple(
-                Barrier(f"ds_{w}{s}", all_, both) for w in range(CONSUMERS) for s in range(2)
-            )
+            sides = 1 if self.by_role else CONSUMERS
+            order += tuple(Barrier(f"ds_{w}{s}", all_, both) for w in range(sides) for s in range(2))
+            if self.by_role:
+                order += (Barrier("keys", ("keys",)),)
         q, do = self.q_stages, self.do_stages
         return Topology(
             (
@@ -207,7 +209,7 @@ class BwdSm90Config:
                 # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
                 *order,
                 Barrier("epilogue", all_),
-                *((Barrier("p_full", all_),) if self.by_role else ()),
+                *((Barrier(f"p_full_{s}", all_) for s in range(2)) if self.by_role else ()),
                 *(() if self.dq_direct else buffers),
             ),
         )
