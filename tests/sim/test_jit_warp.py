@@ -320,6 +320,36 @@ def test_diverged_lanes_meet_at_a_warp_barrier():
     assert (t.rows_of(warp, "%r6") == t.FULL).all() and (t.rows_of(warp, "%r7") == 1).all()
 
 
+def test_waiting_lanes_go_on_when_the_others_have_left():
+    body = """setp.lt.u32 %p1, %r1, 16; @%p1 bra FAR;
+    shfl.sync.idx.b32 %r2, %r1, 20, 31, -1; mov.b32 %r3, 1; ret; FAR: mov.b32 %r3, 2;"""
+    warp = run(body, r1=LANE)
+    assert (t.rows_of(warp, "%r2")[16:] == 20).all()
+    assert (t.rows_of(warp, "%r3") == np.where(LANE < 16, 2, 1)).all()
+
+
+def test_an_instruction_for_whole_warps_waits_for_lanes_that_come_by_a_far_block():
+    body = """setp.lt.u32 %p1, %r1, 16; @%p1 bra FAR;
+    MEET: bar.sync 0; mov.b32 %r4, 1; barrier.cluster.arrive.aligned; ret;
+    FAR: mov.b32 %r3, 2; bra MEET;"""
+    kernel = t.kernel_of(body)
+    handled = [i for i, ins in enumerate(kernel.instrs) if ins.parts[0] in ("bar", "barrier")]
+    warp = jit.build(kernel, handled).warp()
+    t.set_rows(warp, "%r1", LANE)
+    assert warp.run() == handled[0] << 32 | t.FULL
+    assert warp.run() == handled[1] << 32 | t.FULL
+    assert warp.run() >> 60 == jit.KIND_EXIT
+    # Lanes that never come are the machine's to report: it gets the instruction with those there.
+    body = """setp.lt.u32 %p1, %r1, 16; @%p1 bra FAR; bar.sync 0; ret; FAR: bar.sync 1;"""
+    kernel = t.kernel_of(body)
+    warp = jit.build(kernel, [2, 4]).warp()
+    t.set_rows(warp, "%r1", LANE)
+    assert warp.run() in (2 << 32 | 0xFFFF0000, 4 << 32 | 0xFFFF)
+    assert sum(mask.bit_count() for _, mask in warp.groups()) == 32
+    assert warp.run() >> 60 == jit.KIND_STOP
+    assert warp.run() >> 60 == jit.KIND_EXIT
+
+
 def test_a_collective_without_its_members_is_an_error():
     warp = t.program("setp.lt.u32 %p1, %r1, 16; @%p1 shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;").warp()
     t.set_rows(warp, "%r1", LANE)

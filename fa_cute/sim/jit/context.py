@@ -53,6 +53,7 @@ class Context(ctypes.Structure):
         ("rank", ctypes.c_uint32),
         ("n_ranks", ctypes.c_uint32),
         ("track_valid", ctypes.c_uint32),  # 0: smem_valid isn't there
+        ("parked_live", ctypes.c_uint32),  # `live` when parked groups last looked again
         ("carry", ctypes.c_uint32),  # of add.cc, a bit per lane
         ("live", ctypes.c_uint32),  # lanes that haven't left
         ("smem", ctypes.c_uint64 * MAX_RANKS),  # + low 24 bits of an address = the byte

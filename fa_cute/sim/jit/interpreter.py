@@ -16,6 +16,7 @@ from fa_cute.sim.jit.context import (
     RECORD_BYTES,
     RECORD_FLIP,
     RECORD_GUARD,
+    RECORD_IMM,
     RECORD_SLOTS,
     TRAPPED,
     offset_of,
@@ -122,7 +123,13 @@ def regroup_text() -> str:
 
     _each_group(f, find)
     with f.when(f.load(best, "i32").eq(_FAR)):
-        f.done(1)
+        # All wait for each other; what they wait for may have left since they looked.
+        live = f.field("live")
+        with f.when(f.field("parked_live").eq(live)):
+            f.done(1)
+        f.set_field("parked_live", live)
+        _each_group(f, lambda i: f.store(f.const(0, "i32"), _entry(f, "group_parked", i)))
+        _each_group(f, find)
     _each_group(f, take)
     f.set_field("n_groups", f.load(kept, "i32"))
     f.set_field("pc", f.load(best, "i32"))
@@ -247,7 +254,21 @@ class _Loop:
         f.br(self.next)
 
     def stop(self, record: Val, pc: Val, mask: Val, lanes: Val) -> None:
-        self.f.set_field("pc", pc + 1)
+        """To Python; an instruction for whole warps first waits for the lanes of other groups."""
+        f = self.f
+        park, alone, deliver = f.block(), f.block(), f.block()
+        whole = f.load(record.gep(RECORD_IMM), "i64").ne(0)
+        f.cond(whole & f.field("n_groups").ne(0), park, deliver)
+        f.at(park)
+        _push(f, pc, mask, 1)
+        f.set_field("mask", 0)
+        stuck = f.emit(f"llvm.call @regroup(%ctx) : ({PTR}) -> i32", "i32")
+        f.cond(stuck.ne(0), alone, self.reload_and_go)
+        f.at(alone)
+        f.set_field("n_groups", f.field("n_groups") - 1)
+        f.br(deliver)
+        f.at(deliver)
+        f.set_field("pc", pc + 1)
         self.finish(KIND_STOP, pc, lanes)
 
     def leave(self, record: Val, pc: Val, mask: Val, lanes: Val) -> None:

@@ -110,6 +110,12 @@ class _Rows:
 _WIDE = ("i64", "f64", "mem", "f32x2")
 
 
+def _wants_whole_warp(instr: Instr) -> bool:
+    """Lanes that come by another way are awaited before such an instruction goes to Python."""
+    name = instr.parts[0]
+    return "aligned" in instr.parts or (name == "bar" and "warp" not in instr.parts)
+
+
 class Program:
     """A kernel ready to run: records, and the layout of a warp's register file."""
 
@@ -135,7 +141,7 @@ class Program:
         if instr.guard is not None:
             guard, flip = rows.register(instr.guard[0]), _ALL if instr.guard[1] else 0
         if index in self.handled:
-            return "stop", guard, flip, _NO_SLOTS, 0
+            return "stop", guard, flip, _NO_SLOTS, int(_wants_whole_warp(instr))
         try:
             key, signature, flat = form_for(instr)
             slots, imm = [0] * max(cx.RECORD_NUM_SLOTS, len(flat)), 0
@@ -264,7 +270,7 @@ class WarpState:
 
     def start(self, mask: int = _ALL) -> None:
         ctx = self.ctx
-        ctx.pc, ctx.mask, ctx.live = 0, mask, mask
+        ctx.pc, ctx.mask, ctx.live, ctx.parked_live = 0, mask, mask, mask
         ctx.limit, ctx.n_groups, ctx.count = _ALL, 0, 0
         ctx.error = ctx.unset_count = ctx.mma_flops = 0
 
