@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from fa_cute import log
+from fa_cute.errors import SimError
 from fa_cute.sim import mlir
 
 # Straight-line functions need no passes before instruction selection, and compile twice as fast
@@ -62,7 +63,13 @@ def compile_object(text: str, opt_level: int) -> bytes:
 
     with tempfile.TemporaryDirectory() as folder, ir.Context(), ir.Location.unknown():
         path = os.path.join(folder, "ops.o")
-        engines.dump_object_file_pic(ir.Module.parse(text), path, "table", opt_level)
+        try:
+            engines.dump_object_file_pic(ir.Module.parse(text), path, "table", opt_level)
+        except RuntimeError as error:
+            raise SimError(
+                f"the simulator's native functions can't be compiled for this processor ({error}); "
+                "FA_CUTE_SIM_JIT=0 selects the slower engine in numpy"
+            ) from error
         return Path(path).read_bytes()
 
 
