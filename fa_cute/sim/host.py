@@ -25,7 +25,7 @@ from .host_patch import Patches, patch_dsl
 from .host_runtime import HostProgram, NoSessionError
 from .host_tensors import CudaLooking, Extent, extent_of, map_tensors
 
-_MAGIC = b"fa_cute host function 1\n"
+_MAGIC = b"fa_cute host function 2\n"
 _current: Session | None = None
 _kept: list = []  # engines and C callbacks, for ever: native code may still call them
 
@@ -73,10 +73,15 @@ class Session:
             keep.append(tensor)
             return tvm_ffi.from_dlpack(CudaLooking(tensor))
 
+        def convert(values, names=()):
+            labels = [
+                *names[: len(values)],
+                *(f"argument {i}" for i in range(len(names), len(values))),
+            ]
+            return tuple(map_tensors(v, convert_one, n) for v, n in zip(values, labels))
+
         try:
-            yield lambda values: tuple(
-                map_tensors(v, convert_one, f"argument {i}") for i, v in enumerate(values)
-            )
+            yield convert
         finally:
             self._arguments = before
 
@@ -172,7 +177,7 @@ class HostFunction:
         if _current is None:
             raise SimError("a simulated function is called inside `with host.session(arch):`")
         with _current.call_arguments() as convert:
-            result = self._function(*convert(args))
+            result = self._function(*convert(args, self._program.arg_names))
         self._program.check()
         return result
 
@@ -182,6 +187,7 @@ class HostFunction:
         header = {
             "symbol": self._symbol,
             "names": self._names,
+            "arg_names": self._program.arg_names,
             "smem_bytes": self._program.smem_bytes,
             "ptx_bytes": len(text),
         }
@@ -222,6 +228,7 @@ def load(path) -> HostFunction:
     program = HostProgram(
         Session.launch_in_current, header["smem_bytes"], data[text_at:blob_at].decode()
     )
+    program.arg_names = tuple(header["arg_names"])
     names, blob = header["names"], data[blob_at:]
     host = HostObject(blob, names, {name: program.callback(name) for name in names})
     return HostFunction(host, blob, names, header["symbol"], program)

@@ -134,6 +134,8 @@ def _patch_engine(patches: Patches, session) -> None:
         program = session.program_of(self.engine)
         if program is not None:
             program.text = self.artifacts.PTX if self.artifacts is not None else None
+            if self.execution_args is not None:
+                program.arg_names = tuple(self.execution_args.signature.parameters)
             self._fa_cute_program = program
 
     def run(self, *args, **kwargs):
@@ -198,8 +200,8 @@ def _mapped_call(call, session):
         if program is None:
             raise SimError(f"{self.function_name} was compiled outside a simulator session")
         with session.call_arguments() as convert:
-            args = convert(args)
-            kwargs = dict(zip(kwargs, convert(tuple(kwargs.values())), strict=True))
+            args = convert(args, program.arg_names)
+            kwargs = dict(zip(kwargs, convert(tuple(kwargs.values()), tuple(kwargs)), strict=True))
             result = call(self, *args, **kwargs)
         program.check()
         return result

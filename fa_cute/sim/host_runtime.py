@@ -67,6 +67,7 @@ class HostProgram:
         program.
         """
         self.text = text
+        self.arg_names: tuple[str, ...] = ()  # of the host function, for messages
         self.error: BaseException | None = None
         self._launch = launch
         self.smem_bytes = smem_bytes
