@@ -19,50 +19,14 @@ from dataclasses import dataclass
 
 from fa_cute.arch import Arch
 from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.chunks import WGMMA_ROWS, Chunks
 from fa_cute.errors import PlanError, UnsupportedError
 from fa_cute.plan import Barrier, Edge, Role, SmemField, SmemPlan, Topology, Via, WarpPlan
 
 ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
 WARPGROUP_THREADS = 128
-WGMMA_ROWS = 64
 CONSUMERS = 2  # warpgroups
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How a (rows x cols) fp32 tile lies in memory: ``row_chunks x col_chunks`` pieces, one per warpgroup.
-
-    Inside a piece of 64 rows x n columns, thread ``t`` of 128 holds wgmma's D fragment, ``n / 2`` values
-    ``r = 4 j + 2 h + i`` of row ``16 (t / 32) + (t % 32) / 4 + 8 h`` and column ``8 j + 2 (t % 4) + i``; value ``r`` is at
-    float ``(j * 128 + t) * 4 + r % 4``: 16 bytes a thread, threads side by side.
-    """
-
-    rows: int
-    cols: int
-    row_chunks: int
-    col_chunks: int
-
-    def __post_init__(self) -> None:
-        if self.rows != WGMMA_ROWS * self.row_chunks or self.chunk_cols % 8:
-            raise PlanError(f"{self}: a chunk is {WGMMA_ROWS} rows and a multiple of 8 columns")
-
-    @property
-    def chunk_cols(self) -> int:
-        return self.cols // self.col_chunks
-
-    @property
-    def num(self) -> int:
-        return self.row_chunks * self.col_chunks
-
-    @property
-    def vectors(self) -> int:
-        """16-byte vectors of one thread in one chunk."""
-        return self.chunk_cols // 8
-
-    @property
-    def chunk_floats(self) -> int:
-        return WGMMA_ROWS * self.chunk_cols
 
 
 @dataclass(frozen=True)
@@ -89,6 +53,8 @@ class BwdSm90Config:
     dq_direct: bool = False
     turns: bool = True
     offset: bool = True
+    lockstep: bool = False
+    ahead: bool = False
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
@@ -194,7 +160,9 @@ class BwdSm90Config:
         order = tuple(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS))
         if not self.turns:
             sides = 1 if self.by_role else CONSUMERS
-            order += tuple(Barrier(f"ds_{w}{s}", all_, both) for w in range(sides) for s in range(2))
+            order += tuple(
+                Barrier(f"ds_{w}{s}", all_, both) for w in range(sides) for s in range(2)
+            )
             if self.by_role:
                 order += (Barrier("keys", ("keys",)),)
         q, do = self.q_stages, self.do_stages
