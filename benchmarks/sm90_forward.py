@@ -51,56 +51,43 @@ def variant(
 
 def shapes():
     """Tiles, teams, turns and orders."""
-    quick = {"checks": False, "seqlens": (16384,)}
-    full = {"seqlens": (1024, 16384)}
-    three, two = {"teams": 3, **quick}, {"teams": 2, **quick}
-    yield variant(64, teams=3, early_pass=0, **full)
-    yield variant(64, early_pass=2, **three)
-    yield variant(64, take_turns=False, **three)
-    yield variant(64, scheduler="single", early_pass=0, **three)
-    yield variant(64, tile_n=112, early_pass=0, **three)
-    yield variant(64, tile_n=96, early_pass=0, scores_first=True, teams=3, **full)
-    yield variant(64, tile_n=96, early_pass=2, scores_first=True, **three)
-    yield variant(64, tile_n=160, early_pass=0, **two)
-    for n in (128, 176):
-        yield variant(64, tile_n=n, early_pass=0, scores_first=True, **two)
-    for early in (0, 2):
-        yield variant(64, early_pass=early, without="no_exponential", **three)
-    yield variant(64, early_pass=2, without="only_pack", **three)
-    yield variant(64, take_turns=False, without="only_pack", **three)
-    for early in (0, 2):
-        yield variant(128, early_pass=early, **two)
-    yield variant(128, early_pass=0, scores_first=True, teams=2, **full)
-    for early in (1, 3):
-        yield variant(128, early_pass=early, scores_first=True, **two)
-    yield variant(128, take_turns=False, scores_first=True, **two)
-    for early in (0, 2):
-        yield variant(128, early_pass=early, without="only_pack", **two)
-    wide = {"q_stages": 1, "scheduler": "single", **two}
-    for n in (144, 160, 176):
-        yield variant(128, tile_n=n, early_pass=0, **wide)
-    for n in (144, 160):
-        yield variant(128, tile_n=n, early_pass=0, scores_first=True, **wide)
-    yield variant(128, tile_n=160, take_turns=False, **wide)
-    yield variant(128, tile_n=160, early_pass=0, **(wide | {"scheduler": "lpt_persistent"}))
-    yield variant(128, tile_n=80, early_pass=0, **three)
-    for first in (False, True):
-        for turns in (False, True):
-            yield variant(
-                256,
-                tile_n=80,
-                early_pass=0,
-                scores_first=first,
-                take_turns=turns,
-                **(wide | {"checks": first == turns}),
-            )
-    causal = {"causal": True, "early_pass": 0, "seqlens": (1024, 16384)}
-    for scheduler in ("lpt", "lpt_persistent"):
-        for d, teams in ((64, 3), (64, 2), (128, 2)):
-            yield variant(d, teams=teams, scheduler=scheduler, **causal)
-    yield variant(128, teams=2, scheduler="lpt", scores_first=True, **causal)
-    yield variant(256, tile_n=80, teams=2, q_stages=1, scheduler="lpt", **causal)
-    yield variant(192, 128, teams=2, q_stages=1, scheduler="lpt", **(causal | {"seqlens": (4096,)}))
+    full = {"seqlens": (1024, 16384), "early_pass": 0, "checks": False}
+    causal = {"causal": True, "seqlens": (1024, 4096, 16384), "early_pass": 0, "checks": False}
+    d64, d128 = {"teams": 3, "kv_stages": 4}, {"teams": 3, "tile_n": 80, "kv_stages": 3}
+    yield variant(64, **(full | d64 | {"checks": True}))
+    yield variant(64, scheduler="single", **(full | d64))
+    yield variant(64, **(full | d64 | {"early_pass": 1}))
+    yield variant(64, **(full | d64 | {"take_turns": False}))
+    yield variant(64, tile_n=96, scores_first=True, **(full | d64))
+    yield variant(64, teams=4, tile_n=64, kv_stages=4, **full)
+    yield variant(64, teams=4, tile_n=64, kv_stages=4, **(full | {"take_turns": False}))
+    for scheduler in ("snake", "lpt"):
+        yield variant(64, scheduler=scheduler, **(causal | d64 | {"checks": scheduler == "snake"}))
+    yield variant(64, teams=2, kv_stages=4, scheduler="snake", **causal)
+    yield variant(64, teams=4, tile_n=64, kv_stages=4, scheduler="snake", **causal)
+    yield variant(64, tile_n=64, scheduler="snake", **(causal | d64))
+    yield variant(128, **(full | d128 | {"checks": True}))
+    yield variant(128, scheduler="single", **(full | d128))
+    yield variant(128, **(full | d128 | {"tile_n": 64, "scores_first": True}))
+    yield variant(128, **(full | d128 | {"take_turns": False}))
+    yield variant(128, **(full | d128 | {"early_pass": 2}))
+    for scheduler in ("snake", "lpt", "lpt_persistent"):
+        yield variant(
+            128, scheduler=scheduler, **(causal | d128 | {"checks": scheduler == "snake"})
+        )
+    yield variant(128, scheduler="snake", **(causal | d128 | {"tile_n": 64}))
+    yield variant(128, teams=2, scheduler="snake", scores_first=True, **causal)
+    d256 = {"teams": 2, "tile_n": 80, "q_stages": 1, "scores_first": True}
+    yield variant(256, scheduler="single", **(full | d256))
+    yield variant(256, scheduler="lpt_persistent", **(full | d256))
+    for scheduler in ("lpt", "snake"):
+        yield variant(256, scheduler=scheduler, **(causal | d256 | {"checks": True}))
+    yield variant(256, scheduler="lpt", **(causal | d256 | {"tile_n": 64, "scores_first": False}))
+    long = {"seqlens": (4096,)}
+    yield variant(192, 128, teams=3, tile_n=80, q_stages=1, scheduler="lpt", **(causal | long))
+    yield variant(192, 128, scheduler="lpt", **(causal | d256 | long | {"tile_n": 112}))
+    yield variant(192, scheduler="lpt", **(causal | d256 | long | {"tile_n": 112, "checks": True}))
+    yield variant(96, tile_n=112, scheduler="snake", **(causal | d64 | long | {"checks": True}))
     yield variant(72, 40, teams=2, causal=True, scheduler="lpt", dtype="fp16")
 
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op, if_generate
 from cutlass.pipeline import helpers as pipeline_helpers
 
 from ..errors import PlanError
@@ -131,11 +131,15 @@ class EdgePipe(pipeline.PipelineAsync):
             arrive_warp(sync.get_barrier(state.index, loc=loc, ip=ip), loc=loc, ip=ip)
 
     @dsl_user_op
-    def producer_acquire(self, state, try_acquire_token=None, *, loc=None, ip=None) -> None:
+    def producer_acquire(
+        self, state, try_acquire_token=None, *, tx_bytes=None, loc=None, ip=None
+    ) -> None:
+        """``tx_bytes``: what this phase brings, where that is not all that the edge names."""
         assert self.sync_object_empty is not None, "a one-way edge has nothing to acquire"
         self.sync_object_empty.wait(state.index, state.phase, loc=loc, ip=ip)
         if self.via in TMA_PRODUCER:
-            self.sync_object_full.arrive_and_expect_tx(state.index, self.tx_bytes, loc=loc, ip=ip)
+            brings = self.tx_bytes if tx_bytes is None else tx_bytes
+            self.sync_object_full.arrive_and_expect_tx(state.index, brings, loc=loc, ip=ip)
 
     @dsl_user_op
     def producer_commit(self, state, *, loc=None, ip=None) -> None:
@@ -152,9 +156,23 @@ class EdgePipe(pipeline.PipelineAsync):
 
     @dsl_user_op
     def consumer_wait(self, state, try_wait_token=None, *, loc=None, ip=None) -> None:
-        self.sync_object_full.wait(state.index, state.phase, loc=loc, ip=ip)
+        if try_wait_token is None:
+            self.sync_object_full.wait(state.index, state.phase, loc=loc, ip=ip)
+        else:  # the answer of an earlier `try_wait` of this slot
+            if_generate(
+                try_wait_token == 0,
+                lambda: self.sync_object_full.wait(state.index, state.phase, loc=loc, ip=ip),
+                loc=loc,
+                ip=ip,
+            )
         if self.via in TMEM:
             ptx.tcgen05_fence_after(loc=loc, ip=ip)
+
+    @dsl_user_op
+    def consumer_try_wait(self, state, *, loc=None, ip=None):
+        """Ask whether a slot is full. A test, not a try, which may hold the warp for a while."""
+        barrier = self.sync_object_full.get_barrier(state.index, loc=loc, ip=ip)
+        return cute.arch.mbarrier_test_wait(barrier, state.phase, loc=loc, ip=ip)
 
     @dsl_user_op
     def consumer_release(self, state, *, loc=None, ip=None) -> None:

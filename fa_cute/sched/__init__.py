@@ -10,6 +10,7 @@ from .dynamic import Dynamic
 from .lpt import Lpt, LptPersistent, Sections, sectioned
 from .persistent import Persistent
 from .single import Single
+from .snake import Snake
 from .spt import Ascending, Spt
 
 NAMES: dict[str, type] = {
@@ -17,6 +18,7 @@ NAMES: dict[str, type] = {
     "persistent": Persistent,
     "lpt": Lpt,
     "lpt_persistent": LptPersistent,
+    "snake": Snake,
     "dynamic": Dynamic,
     "ascending": Ascending,
     "spt": Spt,
@@ -57,6 +59,7 @@ __all__ = [
     "Scheduler",
     "Sections",
     "Single",
+    "Snake",
     "Spt",
     "Tile",
     "TileSpace",

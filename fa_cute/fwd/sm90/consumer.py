@@ -167,28 +167,25 @@ def _meet(cx: FwdCtx, t: Team):
 
 
 @cute.jit
-def _skip(cx: FwdCtx, t: Team, end, count, turns: bool):
-    """Give back ``count`` slots unread: keys that only other teams of the tile see. With ``turns`` it
-    passes that many turns on, since turns go round.
-    """
-    for _ in cutlass.range(count, unroll=1):
-        slot = end.wait_and_advance()
-        slot.release()
-        if const_expr(turns):
-            _wait_turn(cx, t)
-            _pass_turn(cx, t)
-    return end
+def _first_scores(cx: FwdCtx, t: Team, q, kv):
+    """S of a tile's first block, in a turn of its own; returns the ends and the slab of Q."""
+    q_full, full = q.wait_and_advance(), kv.wait_and_advance()
+    slab = q_full.index * cx.cfg.teams + t.index
+    _turn(cx, t, slab, full.index, None, False)
+    full.release()
+    return q, kv, slab
 
 
 @cute.jit
-def _first_scores(cx: FwdCtx, t: Team, q, k, tile):
-    """S of a tile's first block, in a turn of its own; returns the ends and the slab of Q."""
-    k = _skip(cx, t, k, cx.unseen(tile, t.index), True)
-    q_full, k_full = q.wait_and_advance(), k.wait_and_advance()
-    slab = q_full.index * cx.cfg.teams + t.index
-    _turn(cx, t, slab, k_full.index, None, False)
-    k_full.release()
-    return q, k, slab
+def _go_down(cx: FwdCtx, t: Team, kv, slab, count):
+    """S of the block ``count`` further down, since this team sees nothing of those before: it keeps
+    taking its turns, and leaves their V alone.
+    """
+    for _ in cutlass.range(count, unroll=1):
+        full = kv.wait_and_advance()
+        _turn(cx, t, slab, full.index, None, False)
+        full.release()
+    return kv
 
 
 @cute.jit
@@ -203,8 +200,8 @@ def _free_q(end, t: Team):
 
 @dataclass(frozen=True)
 class Consumer:
-    """A warpgroup: 64 rows from scores to output. Waits for load_q, load_k, load_v and for its turn;
-    frees their slots and passes the turn.
+    """A warpgroup: 64 rows from scores to output. Waits for load_q, load_kv and for its turn; frees
+    their slots and passes the turn.
     """
 
     @cute.jit
@@ -212,11 +209,7 @@ class Consumer:
         c = cx.cfg
         scale_log2, dtype = cx.args.scale_log2, cx.spec.element
         t = _team(cx)
-        q, k, v = (
-            cx.pipes.load_q.make_consumer(),
-            cx.pipes.load_k.make_consumer(),
-            cx.pipes.load_v.make_consumer(),
-        )
+        q, kv = cx.pipes.load_q.make_consumer(), cx.pipes.load_kv.make_consumer()
         q_done = cx.pipes.load_q.make_consumer()  # as q, but where slots are given back
         if t.index == c.teams - 1:
             _pass_turn(cx, t)  # nobody comes before the first team's first turn
@@ -224,13 +217,14 @@ class Consumer:
         tile = sched.tile()
         slab = t.index  # of Q and O
         if const_expr(c.joined):
-            q, k, slab = _first_scores(cx, t, q, k, tile)
+            q, kv, slab = _first_scores(cx, t, q, kv)
         storing = Boolean(False)  # the previous tile's O still lies in a slot of Q
         while tile.valid:
             blocks = cx.team_blocks(tile, t.index)
             if const_expr(not c.joined):
-                q, k, slab = _first_scores(cx, t, q, k, tile)
-            v = _skip(cx, t, v, cx.unseen(tile, t.index), False)
+                q, kv, slab = _first_scores(cx, t, q, kv)
+            kv = _go_down(cx, t, kv, slab, cx.unseen(tile, t.index))
+            ready = kv.try_wait()  # asked early: the answer takes time
             if blocks.hi > blocks.full_hi:
                 _mask(cx, t, tile, blocks.hi - 1)
             ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
@@ -239,11 +233,11 @@ class Consumer:
                     q_done = _free_q(q_done, t)
             for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                 n_block = blocks.hi - 2 - i
-                v_full, k_full = v.wait_and_advance(), k.wait_and_advance()
-                _turn(cx, t, slab, k_full.index, v_full.index, i != 0)
-                k_full.release()
+                full = kv.wait_and_advance(ready)
+                _turn(cx, t, slab, full.index, full.index, i != 0)
                 if const_expr(not c.scores_first):
-                    v_full.release()
+                    full.release()
+                ready = kv.try_wait()
                 if n_block >= blocks.full_hi:
                     _mask(cx, t, tile, n_block)
                 state = (ref0, ref1, sum0, sum1)
@@ -252,33 +246,27 @@ class Consumer:
                     t.S, t.P_new, t.O, scale_log2, state, part, cx.spec
                 )
                 if const_expr(c.scores_first):
-                    # Behind the branch of `accept`, where the compiler cannot pull it before the exponentials.
+                    # Behind the branch of `accept`, where the compiler cannot pull it before the
+                    # exponentials.
                     warpgroup.wait_group(0)  # P V is done with the old P
-                    v_full.release()
+                    full.release()
                     for r in cutlass.range_constexpr(cute.size(t.P_new.shape)):
                         t.P_pairs[r] = rows.pinned(t.P_new[r])
             several = blocks.hi - blocks.lo > 1
             sched = sched.next()
             after = sched.tile()
-            v_full = v.wait_and_advance()
+            full = kv.wait_and_advance(ready)
+            next_slab = slab
             if const_expr(c.joined):
                 if after.valid:
-                    k = _skip(cx, t, k, cx.unseen(after, t.index), True)
-                    q.wait()
-                    k.wait()
-                # After the last tile this multiplies what happens to lie there, and nobody looks.
-                q_next, k_next = q.current_handle(), k.current_handle()
-                next_slab = q_next.index * c.teams + t.index
-                _turn(cx, t, next_slab, k_next.index, v_full.index, several)
+                    q_full = q.wait_and_advance()
+                    next_slab = q_full.index * c.teams + t.index
+                # After the last tile this multiplies what lies there, and nobody looks.
+                _turn(cx, t, next_slab, full.index, full.index, several)
                 warpgroup.wait_group(0)
-                if after.valid:
-                    k.release()
-                    k.advance()
-                    q.advance()
             else:
-                next_slab = slab
-                _turn(cx, t, slab, None, v_full.index, several)
-            v_full.release()
+                _turn(cx, t, slab, None, full.index, several)
+            full.release()
             _store(cx, t, tile, slab, rows.finish((ref0, ref1, sum0, sum1)))
             storing = Boolean(True)
             if const_expr(not c.joined):

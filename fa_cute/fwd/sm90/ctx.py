@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ... import sched
-from ...ops.arith import hi
+from ...ops.arith import at_most, hi
 from ...ops.mask import Blocks, kv_blocks
 from ..args import FwdSpec
 from .plan import TEAM_ROWS, FwdConfig
@@ -67,15 +67,13 @@ class FwdCtx:
         )
 
     def team_blocks(self, tile: sched.Tile, team) -> Blocks:
-        """KV blocks that a team needs of its tile's.
-
-        It may leave out as many of the tile's last blocks as the rings have slots, not more: it gives K
-        back before V, and the loading warp cannot go on past a ring of V that nobody empties.
-        """
+        """KV blocks that a team needs of its tile's; one if all its rows lie past seqlen_q."""
         m = tile.m_block * self.cfg.teams + team
-        blocks = kv_blocks(self.spec.mask, m, TEAM_ROWS, self.cfg.tile_n, *self.seqlens)
-        end = hi(blocks.hi, self.kv_blocks(tile).hi - self.cfg.kv_stages)
-        return self._at_least_one(replace(blocks, hi=end))
+        blocks = self._at_least_one(
+            kv_blocks(self.spec.mask, m, TEAM_ROWS, self.cfg.tile_n, *self.seqlens)
+        )
+        has_rows = at_most(m * TEAM_ROWS + 1, self.seqlens[0])
+        return replace(blocks, hi=blocks.lo + 1 + (blocks.hi - blocks.lo - 1) * has_rows)
 
     def unseen(self, tile: sched.Tile, team) -> Int32:
         """Last KV blocks of a tile that a team does not need."""

@@ -2,95 +2,113 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .ctx import FwdCtx
 from .plan import TEAM_ROWS
 
 
-def _partition(atom, smem: cute.Tensor, gmem: cute.Tensor):
-    """SMEM (bytes, slot) and global (bytes, block) sides of a TMA copy."""
+def _sides(atom, smem: cute.Tensor, view: cute.Tensor, tiler: tuple[int, int]):
+    """SMEM (bytes, slot) and global (bytes, block, head, batch) sides of the copies of an operand."""
+    blocks = cute.local_tile(view, tiler, (None, 0, None, None))
     return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
     )
+
+
+@cute.jit
+def _load_q(cx: FwdCtx, q, tile):
+    """Q of all teams of a tile."""
+    c = cx.cfg
+    tQsQ, tQgQ = _sides(cx.args.load_q, cx.smem.sQ, cx.args.mQ, (TEAM_ROWS, c.head_dim))
+    free = q.acquire_and_advance()
+    for team in cutlass.range_constexpr(c.teams):
+        cute.copy(
+            cx.args.load_q,
+            tQgQ[None, tile.m_block * c.teams + team, tile.head, tile.batch],
+            tQsQ[None, free.index * c.teams + team],
+            tma_bar_ptr=free.barrier,
+        )
+    return q
+
+
+@cute.jit
+def _load_k(cx: FwdCtx, free, tile, n_block):
+    """K of a block into a slot."""
+    tKsK, tKgK = _sides(cx.args.load_k, cx.smem.sK, cx.args.mK, (cx.cfg.tile_n, cx.cfg.head_dim))
+    source = tKgK[None, n_block, cx.kv_head(tile), tile.batch]
+    cute.copy(cx.args.load_k, source, tKsK[None, free.index], tma_bar_ptr=free.barrier)
+
+
+@cute.jit
+def _load_v(cx: FwdCtx, free, tile, n_block):
+    """V of a block into a slot."""
+    tVsV, tVgV = _sides(cx.args.load_v, cx.smem.sV, cx.args.mV, (cx.cfg.tile_n, cx.cfg.head_dim_v))
+    source = tVgV[None, n_block, cx.kv_head(tile), tile.batch]
+    cute.copy(cx.args.load_v, source, tVsV[None, free.index], tma_bar_ptr=free.barrier)
+
+
+@cute.jit
+def _first(cx: FwdCtx, q, kv, tile):
+    """A tile's Q, and its first K without a V: the slot waits for the bytes of K alone."""
+    free = kv.acquire_and_advance(tx_bytes=cx.cfg.smem.bytes("sK"))
+    _load_k(cx, free, tile, cx.kv_blocks(tile).hi - 1)
+    q = _load_q(cx, q, tile)
+    return q, kv
+
+
+@cute.jit
+def _either(after, n_after, tile, n_tile):
+    """(tile, block) of ``after`` if there is such a tile, else of ``tile``."""
+    head = after.head if after.valid else tile.head
+    batch = after.batch if after.valid else tile.batch
+    block = n_after if after.valid else n_tile
+    return replace(tile, head=head, batch=batch), block
 
 
 @dataclass(frozen=True)
 class Load:
     """One warp: Q, K and V by TMA, in the order in which the consumers need them. Waits for nothing but
-    free slots; feeds load_q, load_k, load_v.
+    free slots; feeds load_q and load_kv.
     """
 
     @cute.jit
     def run(self, cx: FwdCtx):
-        a, c = cx.args, cx.cfg
-        q, k, v = (
-            cx.pipes.load_q.make_producer(),
-            cx.pipes.load_k.make_producer(),
-            cx.pipes.load_v.make_producer(),
-        )
+        c = cx.cfg
+        q, kv = cx.pipes.load_q.make_producer(), cx.pipes.load_kv.make_producer()
         sched = cx.scheduler()
         tile = sched.tile()
+        if const_expr(c.joined):
+            q, kv = _first(cx, q, kv, tile)
         while tile.valid:
             blocks = cx.kv_blocks(tile)
-            kv_head = cx.kv_head(tile)
-            gQ = cute.local_tile(
-                a.mQ[None, None, tile.head, tile.batch], (TEAM_ROWS, c.head_dim), (None, 0)
-            )
-            gK = cute.local_tile(
-                a.mK[None, None, kv_head, tile.batch], (c.tile_n, c.head_dim), (None, 0)
-            )
-            gV = cute.local_tile(
-                a.mV[None, None, kv_head, tile.batch], (c.tile_n, c.head_dim_v), (None, 0)
-            )
-            tQsQ, tQgQ = _partition(a.load_q, cx.smem.sQ, gQ)
-            tKsK, tKgK = _partition(a.load_k, cx.smem.sK, gK)
-            tVsV, tVgV = _partition(a.load_v, cx.smem.sV, gV)
-
-            last = blocks.hi - 1
-            k_free = k.acquire_and_advance()
-            cute.copy(
-                a.load_k, tKgK[None, last], tKsK[None, k_free.index], tma_bar_ptr=k_free.barrier
-            )
-            q_free = q.acquire_and_advance()
-            for team in cutlass.range_constexpr(c.teams):
-                cute.copy(
-                    a.load_q,
-                    tQgQ[None, tile.m_block * c.teams + team],
-                    tQsQ[None, q_free.index * c.teams + team],
-                    tma_bar_ptr=q_free.barrier,
-                )
-            for i in cutlass.range(last - blocks.lo, unroll=1):
-                n_block = last - 1 - i
-                k_free = k.acquire_and_advance()
-                cute.copy(
-                    a.load_k,
-                    tKgK[None, n_block],
-                    tKsK[None, k_free.index],
-                    tma_bar_ptr=k_free.barrier,
-                )
-                v_free = v.acquire_and_advance()
-                cute.copy(
-                    a.load_v,
-                    tVgV[None, n_block + 1],
-                    tVsV[None, v_free.index],
-                    tma_bar_ptr=v_free.barrier,
-                )
-            v_free = v.acquire_and_advance()
-            cute.copy(
-                a.load_v,
-                tVgV[None, blocks.lo],
-                tVsV[None, v_free.index],
-                tma_bar_ptr=v_free.barrier,
-            )
+            if const_expr(not c.joined):
+                q, kv = _first(cx, q, kv, tile)
+            for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
+                n_block = blocks.hi - 1 - i
+                free = kv.acquire_and_advance()
+                _load_v(cx, free, tile, n_block)
+                _load_k(cx, free, tile, n_block - 1)
             sched = sched.next()
-            tile = sched.tile()
+            after = sched.tile()
+            if const_expr(c.joined):
+                if after.valid:
+                    q = _load_q(cx, q, after)
+                free = kv.acquire_and_advance()
+                _load_v(cx, free, tile, blocks.lo)
+                # After the last tile nobody looks at the K of this slot, but it has to come.
+                source, n_block = _either(after, cx.kv_blocks(after).hi - 1, tile, blocks.lo)
+                _load_k(cx, free, source, n_block)
+            else:
+                free = kv.acquire_and_advance(tx_bytes=c.smem.bytes("sV"))
+                _load_v(cx, free, tile, blocks.lo)
+            tile = after
         # Leaving while copies into this CTA's memory are on their way is an error, so wait for every
         # slot to come back.
         q.tail()
-        k.tail()
-        v.tail()
+        kv.tail()

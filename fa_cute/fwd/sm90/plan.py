@@ -5,9 +5,8 @@ to the output. KV blocks run from the last one to the first.
 
 Edges (#: ring)
 
-    load --q #--> consumer0, consumer1, ...   released when the team's O, which takes the place of its Q, has left
-    load --k #--> consumer0, consumer1, ...
-    load --v #--> consumer0, consumer1, ...
+    load --q #---> consumer0, consumer1, ...   released when the team's O, which takes the place of its Q, has left
+    load --kv #--> consumer0, consumer1, ...   V of a block and K of the next one: what one turn takes
 
 Tensor pipe: the teams take turns. A turn is O += P V of the block at hand and S = Q K^T of the next
 one, issued together; near the end of its turn a team lets the next one start, then it turns S into P
@@ -144,7 +143,6 @@ class FwdConfig:
     @cached_property
     def topology(self) -> Topology:
         """The graph of the module's docstring."""
-        kv = {"dst": self.consumers, "stages": self.kv_stages}
         turns = tuple(
             # consumer<i> waits for the one before it to arrive.
             Barrier(f"turn{i}", (name, self.consumers[i - 1]))
@@ -162,8 +160,14 @@ class FwdConfig:
                     tx=("sQ",),
                     dst_by=Arrive.ONE,
                 ),
-                Edge("load_k", Via.TMA_ASYNC, "load", tx=("sK",), **kv),
-                Edge("load_v", Via.TMA_ASYNC, "load", tx=("sV",), **kv),
+                Edge(
+                    "load_kv",
+                    Via.TMA_ASYNC,
+                    "load",
+                    self.consumers,
+                    self.kv_stages,
+                    tx=("sK", "sV"),
+                ),
             ),
             # A team agrees that all of its O lies in shared memory before one thread stores it.
             barriers=turns
