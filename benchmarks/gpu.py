@@ -55,7 +55,7 @@ def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float6
     return O.transpose(1, 2), lse
 
 
-def measure(call, seconds: float = 0.35) -> dict:
+def measure(call, seconds: float = 0.25) -> dict:
     """Launches back to back for ``seconds``: median duration over the second half, when the power limit has
     settled the clock, and the SM clock and power in the middle of it.
     """

@@ -50,45 +50,38 @@ def variant(
 
 
 def shapes():
-    """Tiles, teams, turns and orders."""
-    full = {"seqlens": (1024, 16384), "early_pass": 0, "checks": False}
-    causal = {"causal": True, "seqlens": (1024, 4096, 16384), "early_pass": 0, "checks": False}
-    d64, d128 = {"teams": 3, "kv_stages": 4}, {"teams": 3, "tile_n": 80, "kv_stages": 3}
-    yield variant(64, **(full | d64 | {"checks": True}))
-    yield variant(64, scheduler="single", **(full | d64))
-    yield variant(64, **(full | d64 | {"early_pass": 1}))
-    yield variant(64, **(full | d64 | {"take_turns": False}))
-    yield variant(64, tile_n=96, scores_first=True, **(full | d64))
-    yield variant(64, teams=4, tile_n=64, kv_stages=4, **full)
-    yield variant(64, teams=4, tile_n=64, kv_stages=4, **(full | {"take_turns": False}))
-    for scheduler in ("snake", "lpt"):
-        yield variant(64, scheduler=scheduler, **(causal | d64 | {"checks": scheduler == "snake"}))
-    yield variant(64, teams=2, kv_stages=4, scheduler="snake", **causal)
-    yield variant(64, teams=4, tile_n=64, kv_stages=4, scheduler="snake", **causal)
-    yield variant(64, tile_n=64, scheduler="snake", **(causal | d64))
-    yield variant(128, **(full | d128 | {"checks": True}))
-    yield variant(128, scheduler="single", **(full | d128))
-    yield variant(128, **(full | d128 | {"tile_n": 64, "scores_first": True}))
-    yield variant(128, **(full | d128 | {"take_turns": False}))
-    yield variant(128, **(full | d128 | {"early_pass": 2}))
-    for scheduler in ("snake", "lpt", "lpt_persistent"):
-        yield variant(
-            128, scheduler=scheduler, **(causal | d128 | {"checks": scheduler == "snake"})
-        )
-    yield variant(128, scheduler="snake", **(causal | d128 | {"tile_n": 64}))
-    yield variant(128, teams=2, scheduler="snake", scores_first=True, **causal)
-    d256 = {"teams": 2, "tile_n": 80, "q_stages": 1, "scores_first": True}
-    yield variant(256, scheduler="single", **(full | d256))
-    yield variant(256, scheduler="lpt_persistent", **(full | d256))
-    for scheduler in ("lpt", "snake"):
-        yield variant(256, scheduler=scheduler, **(causal | d256 | {"checks": True}))
-    yield variant(256, scheduler="lpt", **(causal | d256 | {"tile_n": 64, "scores_first": False}))
-    long = {"seqlens": (4096,)}
-    yield variant(192, 128, teams=3, tile_n=80, q_stages=1, scheduler="lpt", **(causal | long))
-    yield variant(192, 128, scheduler="lpt", **(causal | d256 | long | {"tile_n": 112}))
-    yield variant(192, scheduler="lpt", **(causal | d256 | long | {"tile_n": 112, "checks": True}))
-    yield variant(96, tile_n=112, scheduler="snake", **(causal | d64 | long | {"checks": True}))
-    yield variant(72, 40, teams=2, causal=True, scheduler="lpt", dtype="fp16")
+    """Tiles, teams and orders, one process per core."""
+    both, every = {"seqlens": (1024, 16384)}, {"seqlens": (1024, 4096, 16384)}
+    base = {"early_pass": 0, "checks": False}
+    d64 = {"teams": 3, "kv_stages": 4, **base}
+    four = d64 | {"teams": 4, "tile_n": 64}
+    d128 = {"teams": 3, "tile_n": 80, "kv_stages": 3, **base}
+    d256 = {"teams": 2, "tile_n": 80, "q_stages": 1, "scores_first": True, **base}
+    yield variant(64, **d64, **both)
+    yield variant(64, take_turns=False, **d64, seqlens=(16384,))
+    yield variant(64, **four, **both)
+    yield variant(64, causal=True, scheduler="snake", **d64, **every)
+    yield variant(64, causal=True, scheduler="lpt", **d64, seqlens=(16384,))
+    yield variant(64, causal=True, scheduler="snake", **(d64 | {"teams": 2}), seqlens=(1024,))
+    yield variant(64, causal=True, scheduler="snake", **four, **both)
+    yield variant(128, **d128, **both)
+    yield variant(128, scheduler="single", **d128, seqlens=(1024,))
+    yield variant(128, causal=True, scheduler="snake", **d128, **every)
+    yield variant(128, causal=True, scheduler="lpt", **d128, **both)
+    two = base | {"teams": 2, "scores_first": True}
+    yield variant(128, causal=True, scheduler="snake", **two, seqlens=(1024,))
+    yield variant(256, scheduler="single", **d256, **both)
+    yield variant(256, causal=True, scheduler="lpt", **d256, **both)
+    yield variant(256, causal=True, scheduler="snake", **d256, **both)
+    yield variant(
+        192,
+        128,
+        causal=True,
+        q_stages=1,
+        scheduler="lpt",
+        **(d128 | {"kv_stages": 2}),
+        seqlens=(4096,),
+    )
 
 
 SETS = {"shapes": shapes}
