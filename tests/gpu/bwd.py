@@ -279,15 +279,18 @@ def speed(dims):
 
 
 # what is tried beside the table's row
-FREE = {"turns": False, "ds_stages": 3}
+FREE = {"turns": False, "ds_stages": 3, "offset": False}
+STEP = {"turns": False, "lockstep": True}
 VARIANTS = {
-    "64": [FREE, {**FREE, "dq_direct": True}, {**FREE, "offset": False, "dq_direct": True}],
-    "96": [{"dq_split": "cols", **FREE}, {"dq_split": "cols", **FREE, "dq_direct": True}],
-    "128": [FREE, {**FREE, "dq_direct": True}, {**FREE, "offset": False}],
+    "64": [{**FREE, "dq_direct": True}, STEP, {**STEP, "dq_direct": True}],
+    "96": [
+        {"dq_split": "cols", **STEP},
+        {"dq_split": "cols", **STEP, "ahead": True},
+        {"dq_split": "cols", **STEP, "dq_direct": True},
+    ],
+    "128": [FREE, STEP, {**STEP, "ahead": True}, {**STEP, "dq_direct": True}],
     "256": [
         {"dq_direct": True, "do_stages": 2},
-        {"dq_direct": True, "do_stages": 2, "turns": False},
-        {"turns": False},
     ],
 }
 

@@ -25,6 +25,7 @@ from fa_cute.bwd.sm90.ctx import (
 )
 from fa_cute.bwd.sm90.dq_store import AnyOrder, Buffered, Direct, DqStore, Turnstile
 from fa_cute.bwd.sm90.epilogue import Add, Store
+from fa_cute.bwd.sm90.lockstep import Consumer as Lockstep
 from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.roles import Keys, Values
@@ -189,7 +190,7 @@ class Main:
             "load": Load(),
             "dq_store": DqStore(),
             "idle": Idle(),
-            "consumer": Consumer(epilogue),
+            "consumer": Lockstep(epilogue) if self.cfg.lockstep else Consumer(epilogue),
             "values": Values(epilogue),
             "keys": Keys(epilogue),
         }

@@ -1,0 +1,166 @@
+"""The two consumer warpgroups: five products per query block, then dK and dV.
+
+A warp is held at a wgmma until the tensor core takes it, so one warpgroup alone overlaps next to nothing: what fills the
+tensor core while a warpgroup computes exp2 is the other one. They take turns, block of products by block:
+
+    warpgroup 0   A(0) | exp2, dS  | B(0) |  dQ   | A(1) | exp2, dS  | B(1) ...
+    warpgroup 1        | A(0) | exp2, dS  | B(0) |  dQ   | A(1) | exp2, dS  | ...
+
+    A(j): S = K Q^T, dP = V dO^T        B(j): dQ(j - 1) = dS K, dV += P dO, dK += dS Q
+
+dQ lags by one step because it needs the dS of both; its turn comes after the other's dS is written, so the turns are
+also the only synchronisation that sdS needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from fa_cute.bwd.sm90.ctx import BwdCtx, warpgroup_slice
+from fa_cute.bwd.sm90.epilogue import DK, DV
+from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS, WGMMA_ROWS
+from fa_cute.bwd.sm90.products import (
+    Lane,
+    accumulator,
+    apply_mask,
+    ds_copy,
+    gemm,
+    operand,
+    probabilities,
+    score_gradient,
+    share_ds,
+    signal_ds,
+    transposed,
+    wait_ds,
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One warpgroup's operands: descriptors with a stage mode where the field has one."""
+
+    tSrK: Any
+    tSrQ: Any
+    tdPrV: Any
+    tdPrdO: Any
+    tdVrdO: Any
+    tdKrQ: Any
+    tdQrdS: Any
+    tdQrK: Any
+    ds_copy: Any  # tiled copy registers -> sdS
+    tdSsdS: Any  # its destination (CPY, ..., STAGE)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Eight warps in two groups. Waits load_*, turn_<own>, dq_empty_<own>; releases load_q, load_do, signals
+    turn_<other>, dq_full_<own>."""
+
+    epilogue: Any
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        c = cx.cfg
+        thread = cute.arch.thread_idx()[0] - c.warps["consumer"].start * 32
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        lane = Lane(wg, thread % WARPGROUP_THREADS, wg * WGMMA_ROWS)
+        parts = self.parts(cx, thread, wg)
+        dK = accumulator(cx.mmas.dk, c.tile_n, c.head_dim)
+        dV = accumulator(cx.mmas.dv, c.tile_n, c.head_dim_v)
+
+        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
+        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        blocks = cx.q_blocks()
+        k.wait()
+        v.wait()
+        P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
+        if const_expr(c.ahead):
+            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+            self.issue_scores(cx, parts, (P, dP), q_full, do_full)
+            self.probabilities(cx, (P, blocks.lo, q_full), lane)
+            for m_block in cutlass.range(blocks.lo, blocks.hi - 1, unroll=1):
+                self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
+                q_next, do_full = q.wait_and_advance(), do.wait_and_advance()
+                self.issue_scores(cx, parts, (P, dP), q_next, do_full)
+                warpgroup.wait_group(2)  # dK
+                q_full.release()
+                q_full = q_next
+                self.probabilities(cx, (P, m_block + 1, q_full), lane)
+            last = blocks.hi - 1
+            self.gradients(cx, parts, (P, dP, dK, dV), (last, q_full, do_full), lane)
+            warpgroup.wait_group(0)  # dK
+            q_full.release()
+        else:
+            for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+                self.issue_scores(cx, parts, (P, dP), q_full, do_full)
+                self.probabilities(cx, (P, m_block, q_full), lane)
+                self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
+                warpgroup.wait_group(0)  # dK
+                q_full.release()
+        self.epilogue.run(cx, ((DV, dV), (DK, dK)), lane, thread)
+
+    def issue_scores(self, cx: BwdCtx, parts: Parts, accs, q_full, do_full):
+        """Issue S and dP."""
+        S, dP = accs
+        gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
+        gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
+
+    @cute.jit
+    def probabilities(self, cx: BwdCtx, at, lane: Lane):
+        """S <- P while dP runs; then nothing is in flight."""
+        S, m_block, q_full = at
+        warpgroup.wait_group(1)  # S
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
+        blocks = cx.q_blocks()
+        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+            apply_mask(cx, S, m_block, lane)
+        warpgroup.wait_group(0)  # dP
+
+    @cute.jit
+    def gradients(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane):
+        """From P and dP to dK in flight: dS shared, dV, dQ; dQ is handed over while dK runs."""
+        P, dP, dK, dV = accs
+        m_block, q_full, do_full = at
+        more = m_block != cx.q_blocks().lo
+        rP = operand(cx, P, cx.mmas.dv)
+        score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
+        rdS = operand(cx, dP, cx.mmas.dk)
+        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before it
+        # signalled dS(m - 1), and that we have waited for.
+        share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % 2], rdS)
+        signal_ds(cx, lane.wg, m_block)
+        gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], more)
+        dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
+        wait_ds(cx, lane.wg, m_block)
+        gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, m_block % 2], parts.tdQrK, False)
+        gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], more)
+        warpgroup.wait_group(2)  # dV
+        do_full.release()
+        warpgroup.wait_group(1)  # dQ
+        cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
+
+    def parts(self, cx: BwdCtx, thread, wg) -> Parts:
+        """Descriptors of this warpgroup's operands, and where its dS goes."""
+        s, m = cx.smem, cx.mmas
+        sdp, dv, dk = (warpgroup_slice(x, wg) for x in (m.sdp, m.dv, m.dk))
+        dq = warpgroup_slice(m.dq, 0 if cx.cfg.dq_split == "turns" else wg)
+        copy = ds_copy(cx)
+        return Parts(
+            tSrK=sdp.make_fragment_A(sdp.partition_A(s.sK)),
+            tSrQ=sdp.make_fragment_B(sdp.partition_B(s.sQ)),
+            tdPrV=sdp.make_fragment_A(sdp.partition_A(s.sV)),
+            tdPrdO=sdp.make_fragment_B(sdp.partition_B(s.sdO)),
+            tdVrdO=dv.make_fragment_B(dv.partition_B(transposed(s.sdO))),
+            tdKrQ=dk.make_fragment_B(dk.partition_B(transposed(s.sQ))),
+            tdQrdS=dq.make_fragment_A(dq.partition_A(s.sdS)),
+            tdQrK=dq.make_fragment_B(dq.partition_B(transposed(s.sK))),
+            ds_copy=copy,
+            tdSsdS=copy.get_slice(thread).partition_D(transposed(s.sdS)),
+        )
