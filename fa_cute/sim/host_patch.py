@@ -44,9 +44,12 @@ def patch_dsl(patches: Patches, session) -> None:
     machine.
     """
     import cutlass.cute  # noqa: F401  creates the DSL's singletons, whose settings are patched
+    from cutlass.base_dsl.compiler import Compiler
 
     _patch_environment(patches, session)
     _patch_devices(patches, session)
+    if getattr(Compiler.jit, "of_simulator", False):  # compiling inside a session: patched already
+        return
     _patch_engine(patches, session)
     _patch_tensors(patches, session)
     _patch_calls(patches, session)
@@ -146,6 +149,7 @@ def _patch_engine(patches: Patches, session) -> None:
         program.check()
         return result
 
+    jit.of_simulator = True
     patches.attribute(Compiler, "jit", jit)
     patches.attribute(CudaDialectJitCompiledFunction, "__init__", init)
     patches.attribute(CudaDialectJitCompiledFunction, "__call__", run)

@@ -128,6 +128,19 @@ def test_sessions_do_not_nest():
         pass
 
 
+def test_compiling_inside_a_session_of_another_architecture():
+    a, b = torch.randn(64), torch.zeros(64)
+    with host.session("sm_90a") as session:
+        before = state()
+        with host.compiling("sm_80"):
+            other = hk.compile_add()
+        assert state() == before
+        hk.compile_add()(a, b, 1.0)
+        other(a, b, 2.0)
+    torch.testing.assert_close(b, a + 2, rtol=0, atol=0)
+    assert [r.arch for r in session.launches] == ["sm_90a", "sm_80"]
+
+
 def test_a_saved_function_is_the_same_function(tmp_path):
     a, b = torch.randn(64), torch.zeros(64)
     path = tmp_path / "add.host"
