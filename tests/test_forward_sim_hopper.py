@@ -1,0 +1,64 @@
+"""The SM90 forward, executed from its PTX, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa_cute import flash_attn_func
+
+from . import tolerance
+from .test_forward_sim import poisoned_outputs, qkv  # noqa: F401  (a fixture)
+
+pytest.importorskip("cutlass", reason="the kernel is compiled by NVIDIA's CuTe DSL")
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# (seqlens, heads, (head_dim, head_dim_v), dtype, causal)
+CASES = [
+    ((1, 1), (2, 2), (64, 64), BF16, False),
+    ((3, 513), (2, 1), (64, 64), BF16, True),
+    ((239, 1), (2, 2), (64, 64), FP16, False),
+    ((113, 203), (8, 2), (64, 64), BF16, True),
+    ((799, 3), (1, 1), (64, 64), BF16, True),
+    ((640, 128), (1, 1), (64, 64), BF16, False),
+    ((64, 800), (3, 1), (64, 64), BF16, True),
+    ((1023, 1024), (1, 1), (64, 64), BF16, True),
+    ((255, 256), (3, 1), (128, 128), BF16, True),
+    ((128, 217), (4, 1), (128, 128), FP16, False),
+    ((512, 256), (2, 2), (128, 128), BF16, True),
+    ((1, 339), (2, 2), (128, 128), BF16, True),
+    ((108, 256), (2, 1), (96, 96), BF16, True),
+    ((130, 150), (1, 1), (72, 40), BF16, True),
+    ((200, 300), (2, 1), (192, 128), BF16, True),
+    ((140, 210), (1, 1), (192, 192), FP16, False),
+    ((130, 200), (1, 1), (256, 256), BF16, True),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+
+
+def inputs(seqlens, heads, head_dims, dtype):
+    q, k, v = qkv(seqlens, heads, max(head_dims), dtype)
+    return [t[..., :d].contiguous() for t, d in zip((q, k, v), (*head_dims[:1] * 2, head_dims[1]))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case):
+    seqlens, heads, head_dims, dtype, causal = case
+    q, k, v = inputs(seqlens, heads, head_dims, dtype)
+    out, lse = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend="sim")
+    tolerance.assert_close_to_reference(out, lse, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_same_bits_in_every_schedule(causal, monkeypatch):
+    q, k, v = inputs((300, 400), (2, 1), (64, 64), BF16)
+    want = None
+    for schedule in ("early", "late", *(f"random:{seed}" for seed in range(8))):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        got = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend="sim")
+        want = want or got
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), schedule
