@@ -46,23 +46,31 @@ class Slots:
 
 
 def load(cfg: FwdConfig, tiles: list[Work]) -> list[Event]:
-    slots = {"q": Slots(cfg.q_stages), "k": Slots(cfg.kv_stages), "v": Slots(cfg.kv_stages)}
-    out: list[Event] = []
+    """K of a block comes with V of the one before it; a tile's first K with the last V of the tile
+    before, or alone.
+    """
+    kv, q, out = Slots(cfg.kv_stages), Slots(cfg.q_stages), []
 
-    def bring(what: str) -> None:
-        edge = f"load_{what}"
-        out.extend([acquire(edge), write(f"s{what.upper()}", slots[what].next()), commit(edge)])
+    def pair(*fields: str) -> None:
+        slot = kv.next()
+        out.extend([acquire("load_kv"), *(write(f, slot) for f in fields), commit("load_kv")])
 
-    for tile in tiles:
-        bring("k")
-        bring("q")
+    def query() -> None:
+        out.extend([acquire("load_q"), write("sQ", q.next()), commit("load_q")])
+
+    for i, tile in enumerate(tiles):
+        if i == 0 or not cfg.joined:
+            pair("sK")
+            query()
         for _ in range(tile.blocks - 1):
-            bring("k")
-            bring("v")
-        bring("v")
-    for what, ring in slots.items():
-        out += tail(f"load_{what}", range(ring.stages))
-    return out
+            pair("sV", "sK")
+        if cfg.joined:
+            if i + 1 < len(tiles):
+                query()
+            pair("sV", "sK")
+        else:
+            pair("sV")
+    return [*out, *tail("load_q", range(cfg.q_stages)), *tail("load_kv", range(cfg.kv_stages))]
 
 
 class Consumer:
@@ -70,8 +78,7 @@ class Consumer:
 
     def __init__(self, cfg: FwdConfig, index: int) -> None:
         self.cfg, self.index = cfg, index
-        self.k, self.v = Slots(cfg.kv_stages), Slots(cfg.kv_stages)
-        self.q = Slots(cfg.q_stages)
+        self.kv, self.q = Slots(cfg.kv_stages), Slots(cfg.q_stages)
         self.out: list[Event] = []
         slab = cfg.smem.bytes("sQ") // cfg.teams
         self.slab = (index * slab, (index + 1) * slab)
@@ -84,62 +91,52 @@ class Consumer:
         if self.cfg.teams > 1:
             self.out.append(sync(f"turn{self.index}"))
 
-    def first_scores(self, tile: Work) -> int:
-        self.skip_k(tile)
-        self.out += [wait("load_q"), wait("load_k")]
+    def turn(self, q: int | None, k: bool, v: bool) -> None:
+        """Products of the next pair: S with K, O with V."""
+        slot = self.kv.next()
+        self.out.append(wait("load_kv"))
+        if k and q is not None:
+            self.wait_turn()
+            self.out += [read("sQ", q, self.slab), read("sK", slot)]
+            self.out += [read("sV", slot)] if v else []
+        else:
+            self.wait_turn()
+            self.out.append(read("sV", slot))
+        self.pass_turn()
+        self.out.append(release("load_kv"))
+
+    def first_scores(self) -> int:
+        self.out.append(wait("load_q"))
         q = self.q.next()
-        self.turn(q, self.k.next(), None)
-        self.out.append(release("load_k"))
+        self.turn(q, True, False)
         return q
 
-    def turn(self, q: int | None, k: int | None, v: int | None) -> None:
-        self.wait_turn()
-        if v is not None:
-            self.out.append(read("sV", v))
-        if k is not None:
-            self.out += [read("sQ", q, self.slab), read("sK", k)]
-        self.pass_turn()
-
-    def skip_k(self, tile: Work) -> None:
-        for _ in range(tile.unseen[self.index]):
-            self.out += [wait("load_k"), release("load_k")]
-            self.k.next()
-            self.wait_turn()
-            self.pass_turn()
-
-    def skip_v(self, tile: Work) -> None:
-        for _ in range(tile.unseen[self.index]):
-            self.out += [wait("load_v"), release("load_v")]
-            self.v.next()
-
     def script(self, tiles: list[Work]) -> list[Event]:
-        assert self.cfg.joined
+        joined = self.cfg.joined
         if self.index == self.cfg.teams - 1:
             self.pass_turn()
-        q = self.first_scores(tiles[0])
+        q = self.first_scores() if joined else 0
         for i, tile in enumerate(tiles):
-            after = tiles[i + 1] if i + 1 < len(tiles) else None
-            self.skip_v(tile)
-            if i > 0:
+            if not joined:
+                q = self.first_scores()
+            unseen = tile.unseen[self.index]
+            for _ in range(unseen):
+                self.turn(q, True, False)
+            if joined and i > 0:
                 self.out.append(release("load_q"))
-            for _ in range(tile.blocks - tile.unseen[self.index] - 1):
-                self.out += [wait("load_v"), wait("load_k")]
-                self.turn(q, self.k.next(), self.v.next())
-                self.out += [release("load_v"), release("load_k")]
-            self.out.append(wait("load_v"))
-            v, q_after = self.v.next(), None
-            if after is not None:
-                self.skip_k(after)
-                self.out += [wait("load_q"), wait("load_k")]
+            for _ in range(tile.blocks - unseen - 1):
+                self.turn(q, True, True)
+            q_after = None
+            if joined and i + 1 < len(tiles):
+                self.out.append(wait("load_q"))
                 q_after = self.q.next()
-                self.turn(q_after, self.k.next(), v)
-                self.out.append(release("load_k"))
-            else:
-                self.turn(None, None, v)
-            self.out.append(release("load_v"))
+            self.turn(q_after, joined, True)
             self.store(q)
+            if not joined:
+                self.out.append(release("load_q"))
             q = q_after
-        self.out.append(release("load_q"))
+        if joined:
+            self.out.append(release("load_q"))
         return self.out
 
     def store(self, q: int) -> None:
@@ -162,30 +159,22 @@ def causal(teams: int, blocks: int) -> Work:
 
 @st.composite
 def works(draw: st.DrawFn, cfg: FwdConfig) -> list[Work]:
-    """As a causal mask has it: later teams need more, and nobody skips more than the ring holds."""
+    """Any number of blocks may be of no use to a team: it gives them back in turn."""
     tiles = []
     for blocks in draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)):
-        skip = st.integers(0, min(blocks - 1, cfg.kv_stages))
-        unseen = sorted((draw(skip) for _ in range(cfg.teams - 1)), reverse=True)
-        tiles.append(Work(blocks, (*unseen, 0)))
+        skip = st.integers(0, blocks - 1)
+        tiles.append(Work(blocks, tuple(draw(skip) for _ in range(cfg.teams))))
     return tiles
 
 
+@pytest.mark.parametrize("scheduler", ["lpt", "lpt_persistent"])
 @pytest.mark.parametrize("teams", [1, 2, 3])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_no_deadlock_overrun_or_race(teams: int, data: st.DataObject) -> None:
-    cfg = FwdConfig(head_dim=64, head_dim_v=64, teams=teams)
-    check(cfg, scripts(cfg, data.draw(works(cfg))), seeds=1)
-
-
-def test_a_team_that_skips_too_much_hangs() -> None:
-    """It takes no V until it has given back its K slots, and load brings them in turn."""
-    cfg = FwdConfig(teams=2, kv_stages=2)
-    check(cfg, scripts(cfg, [Work(5, (0, 2))]))
-    with pytest.raises(ProtocolError, match="deadlock") as caught:
-        check(cfg, scripts(cfg, [Work(5, (0, 4))]))
-    assert "load: event 21 of 39: acquire load_v.empty[0]" in str(caught.value)
+def test_no_deadlock_overrun_or_race(teams: int, scheduler: str, data: st.DataObject) -> None:
+    cfg = FwdConfig(head_dim=64, head_dim_v=64, teams=teams, scheduler=scheduler)
+    work = data.draw(works(cfg))
+    check(cfg, scripts(cfg, work if cfg.persistent else work[:1]), seeds=1)
 
 
 def test_every_missing_event_of_a_team_is_reported() -> None:
@@ -203,7 +192,7 @@ def test_every_missing_event_of_a_team_is_reported() -> None:
             except ProtocolError:
                 continue
             missed.append(f"{agent} without event {at}: {event}")
-    assert dropped > 50
+    assert dropped > 40
     # Turns are about speed: without its last ones nobody waits for anybody. A team's own meeting
     # orders its threads among themselves, which is not this check's to see.
     excused = ("turn", "team")
