@@ -97,6 +97,21 @@ def low_ones(absent, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def high_ones(absent, *, loc=None, ip=None) -> Int32:
+    """Word whose high ``32 - absent`` bits are set; from 32 absent bits on it is 0."""
+    return Int32(
+        _asm(
+            T.i32(),
+            [Int32(absent).ir_value(loc=loc, ip=ip)],
+            "shl.b32 $0, 0xffffffff, $1;",
+            "=r,r",
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def tcgen05_fence_before(*, loc=None, ip=None) -> None:
     """Order this thread's finished tensor-memory accesses before the arrive that follows."""
     _asm(None, [], "tcgen05.fence::before_thread_sync;", "", volatile=True, loc=loc, ip=ip)

@@ -25,16 +25,16 @@ VERSION_HI = 1 << 14
 D_FP32 = 1 << 4
 A_BF16, B_BF16 = 1 << 7, 1 << 10
 NEGATE_A = 1 << 13
-B_MN_MAJOR = 1 << 16
+A_MN_MAJOR, B_MN_MAJOR = 1 << 15, 1 << 16
 
 
-def mma_ss(element, tile_mn):
-    """``D = A B^T`` with both operands K-major in SMEM, fp32 accumulator."""
+def mma_ss(element, tile_mn, a_mn_major: bool = False, b_mn_major: bool = False):
+    """``D = A B^T`` with both operands in SMEM, fp32 accumulator; K-major unless said otherwise."""
     return blackwell_helpers.make_trivial_tiled_mma(
         element,
         element,
-        OperandMajorMode.K,
-        OperandMajorMode.K,
+        OperandMajorMode.MN if a_mn_major else OperandMajorMode.K,
+        OperandMajorMode.MN if b_mn_major else OperandMajorMode.K,
         Float32,
         tcgen05.CtaGroup.ONE,
         tile_mn,
@@ -55,10 +55,12 @@ def mma_ts(element, tile_mn):
     )
 
 
-def instruction_descriptor(element, m: int, n: int, b_mn_major: bool = False) -> int:
-    """Types, shape and majors of one instruction; A is K-major, D fp32."""
+def instruction_descriptor(
+    element, m: int, n: int, a_mn_major: bool = False, b_mn_major: bool = False
+) -> int:
+    """Types, shape and majors of one instruction; D is fp32."""
     bf16 = A_BF16 | B_BF16 if element is cutlass.BFloat16 else 0
-    major = B_MN_MAJOR if b_mn_major else 0
+    major = (A_MN_MAJOR if a_mn_major else 0) | (B_MN_MAJOR if b_mn_major else 0)
     return D_FP32 | bf16 | major | (n >> 3) << 17 | (m >> 4) << 24
 
 
@@ -120,7 +122,7 @@ def _issue(a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
     if a_hi is not None:
         lines += ["add.s32 a_lo, $1, zero;", f"mov.b32 a_hi, {a_hi:#x};"]
     for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
-        a_operand = f"[$1 + {a_step}]"
+        a_operand = f"[$1 + {a_step}]"  # tensor memory
         if a_hi is not None:
             lines += [f"add.s32 lo, a_lo, {a_step};", "mov.b64 a, {lo, a_hi};"]
             a_operand = "a"
@@ -148,18 +150,26 @@ def _product(text: str, d, a, b, idesc, adds, *, loc=None, ip=None) -> None:
     )
 
 
-def product_ss(d, a: SmemOperand, a_slot, b: SmemOperand, b_slot, idesc) -> None:
-    """Whole warp: issue ``D = A B^T`` from SMEM, all K steps; the caller commits."""
-    text = _issue(a.hi, a.k_steps, b.hi, b.k_steps, False)
-    _product(text, d, a.at(a_slot), b.at(b_slot), idesc, 0)
+def product_ss(d, a: SmemOperand, a_slot, b: SmemOperand, b_slot, idesc, adds=0) -> None:
+    """Whole warp: issue ``D (+)= A B^T`` from SMEM, all K steps; the caller commits.
 
-
-def product_ts(d, a, b: SmemOperand, b_slot, idesc, adds, k_start: int, k_stop: int) -> None:
-    """Whole warp: issue ``D (+)= A B`` for K steps ``[k_start, k_stop)``, A in TMEM at column `a`.
-
-    `adds` (0 or 1) is about K step 0; later steps always add.  A step takes 8 columns of a 16-bit
-    A.
+    `adds` (0 or 1) is about K step 0; later steps always add.
     """
-    columns = range(8 * k_start, 8 * k_stop, 8)
-    text = _issue(None, columns, b.hi, b.k_steps[k_start:k_stop], k_start > 0)
-    _product(text, d, a, b.at(b_slot), idesc, adds)
+    text = _issue(a.hi, a.k_steps, b.hi, b.k_steps, False)
+    _product(text, d, a.at(a_slot), b.at(b_slot), idesc, adds)
+
+
+def product_ts(d, a_columns, b: SmemOperand, b_slot, idesc, adds, k_start: int = 0) -> None:
+    """Whole warp: issue ``D (+)= A B`` with A in TMEM, K steps from `k_start` on.
+
+    `a_columns`: the column of A for each of these steps (a step of a 16-bit A takes 8).  `adds` (0
+    or 1) is about K step 0; later steps always add.
+    """
+    steps = b.k_steps[k_start : k_start + len(a_columns)]
+    text = _issue(None, a_columns, b.hi, steps, k_start > 0)
+    _product(text, d, 0, b.at(b_slot), idesc, adds)
+
+
+def packed_columns(start: int, first_step: int, last_step: int) -> range:
+    """Columns of K steps ``[first_step, last_step)`` of a 16-bit operand at column `start`."""
+    return range(start + 8 * first_step, start + 8 * last_step, 8)

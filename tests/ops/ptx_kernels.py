@@ -27,7 +27,8 @@ def _functions(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, out: cute.Tensor,
         first, second = exp2.exp2_pair(x, y)
         out[4, i] = first
         out[5, i] = second
-        bits[i] = ptx.low_ones(Int32(i) - 8)
+        bits[0, i] = ptx.low_ones(Int32(i) - 8)
+        bits[1, i] = ptx.high_ones(Int32(i) - 8)
         ptx.tcgen05_fence_before()
         ptx.tcgen05_fence_after()
 

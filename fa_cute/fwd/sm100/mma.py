@@ -36,6 +36,8 @@ class Mma:
         idesc_qk = idesc_qk + Int32(cx.args.negate) * umma.NEGATE_A
         idesc_pv = umma.instruction_descriptor(element, c.tile_m, c.head_dim_v, b_mn_major=True)
         head, steps = c.p_head // 16, c.tile_n // 16  # one instruction takes 16 keys
+        p_head = tuple(umma.packed_columns(start, 0, head) for start in P)
+        p_rest = tuple(umma.packed_columns(start, head, steps) for start in P)
 
         q, kv = cx.pipes.load_q.round_consumer(), cx.pipes.load_kv.make_consumer()
         p, p_tail = cx.pipes.softmax_p.round_consumer(), cx.pipes.softmax_p_tail.round_consumer()
@@ -58,9 +60,9 @@ class Mma:
                     for t in cutlass.range_constexpr(Q_TILES):
                         # softmax t wrote P, and correction brought O to the new maximum
                         p.wait_and_advance()
-                        umma.product_ts(O[t], P[t], opV, v_full.index, idesc_pv, adds, 0, head)
+                        umma.product_ts(O[t], p_head[t], opV, v_full.index, idesc_pv, adds)
                         p_tail.wait_and_advance()
-                        umma.product_ts(O[t], P[t], opV, v_full.index, idesc_pv, 1, head, steps)
+                        umma.product_ts(O[t], p_rest[t], opV, v_full.index, idesc_pv, 1, head)
                         if const_expr(t == Q_TILES - 1):
                             v_full.release()
                         if const_expr(t == 0):
@@ -75,9 +77,9 @@ class Mma:
                 adds = Int32(blocks.hi - blocks.lo > 1)
                 for t in cutlass.range_constexpr(Q_TILES):
                     p.wait_and_advance()
-                    umma.product_ts(O[t], P[t], opV, v_last.index, idesc_pv, adds, 0, head)
+                    umma.product_ts(O[t], p_head[t], opV, v_last.index, idesc_pv, adds)
                     p_tail.wait_and_advance()
-                    umma.product_ts(O[t], P[t], opV, v_last.index, idesc_pv, 1, head, steps)
+                    umma.product_ts(O[t], p_rest[t], opV, v_last.index, idesc_pv, 1, head)
                     mma_o.signal(t)
                 v_last.release()
             sched = sched.next()
