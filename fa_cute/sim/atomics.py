@@ -22,8 +22,8 @@ def _space(ins: Instr) -> str:
     return "generic"
 
 
-def _target(warp, addr: int, size: int, space: str, ins: Instr, what: str):
-    """(uint8 view, valid bytes or None) of a checked address."""
+def _target(warp, addr: int, size: int, space: str, ins: Instr, what: str, later: bool = False):
+    """(uint8 view, valid bytes or None) of a checked address; `later`: not accessed right now."""
     if addr % size:
         raise MisuseError(f"{ins.where}: {ins.op}: address {addr:#x} is not {size}-byte aligned")
     if space == "generic" and addr >> 60 == 1:
@@ -33,8 +33,46 @@ def _target(warp, addr: int, size: int, space: str, ins: Instr, what: str):
         cta = warp.cta.at(addr, ins)
         offset = cta.memory.check(addr, size, ins, what)
         valid = cta.smem_valid[offset : offset + size]
+        if warp.machine.races is not None and not later:
+            warp.machine.races.shared(cta, offset, size, what != "read")
         return cta.smem[offset : offset + size], valid
     return warp.machine.memory.view(addr, size, ins, what), None
+
+
+def _typed(smem: np.ndarray, dtype) -> np.ndarray:
+    """Shared memory as elements of a type (a ragged tail is left out)."""
+    size = np.dtype(dtype).itemsize
+    return smem[: len(smem) // size * size].view(dtype)
+
+
+def _own_cells(warp, mask: int, addrs, shape):
+    """(lanes, element indices, byte indices) of an aligned access to the CTA's own memory.
+
+    None when some lane goes elsewhere, or wrong: the slow path says what is the matter.
+    """
+    space, size, count, ins = shape
+    if space == "global":
+        return None
+    lanes = np.flatnonzero(ops.lane_mask(mask))
+    mine = addrs[lanes]
+    tag = np.uint64(warp.cta.rank << 24)
+    if space == "generic":
+        tag |= np.uint64(ops.GENERIC_SHARED)
+    offsets = (mine & np.uint64(ops.OFFSET_MASK)).astype(np.int64)
+    total = size * count
+    if (
+        ((mine ^ offsets.astype(np.uint64)) != tag).any()
+        or (offsets % total).any()
+        or offsets.min() < ops.SMEM_START
+        or offsets.max() + total > warp.cta.smem_size
+    ):
+        return None
+    cells = (offsets // size)[:, None] + np.arange(count)
+    valid = offsets[:, None] + np.arange(total)
+    races = warp.machine.races
+    if races is not None:
+        races.words(warp.cta, valid[:, :: min(4, total)].reshape(-1), ins.parts[0] == "st")
+    return lanes, cells, valid
 
 
 def _values(operand, kind: str):
@@ -200,7 +238,8 @@ def bind_red_async(ins: Instr, k):
 def _post_remote(warp, addr: int, bar: int, size: int, ins: Instr, payload) -> None:
     """Write (or reduce) at a cluster address later, then complete `size` bytes on its barrier."""
     data, fn, dtype = payload
-    view, valid = _target(warp, addr, size, "shared", ins, "write")
+    view, valid = _target(warp, addr, size, "shared", ins, "write", True)
+    races, cta = warp.machine.races, warp.cta.at(addr, ins)
     barrier = warp.cta.mbarrier(bar & FULL, ins)
 
     def perform() -> None:
@@ -210,6 +249,8 @@ def _post_remote(warp, addr: int, bar: int, size: int, ins: Instr, payload) -> N
         else:
             cells[0] = fn(cells[0], data)
         valid[:] = 1
+        if races is not None:
+            races.shared(cta, addr & ops.OFFSET_MASK, size, True)
         barrier.complete_tx(size, ins)
 
     warp.machine.queue.post("st.async", ("st.async", warp), perform)
@@ -236,6 +277,11 @@ def bind_st_async(ins: Instr, k):
 @handles(*(f"ld.{q}" for q in ORDERED))
 def bind_ordered_load(ins: Instr, k):
     """A load that may poll: the second time it sees the same value, others run first."""
+    return bind_load(ins, k, True)
+
+
+def bind_load(ins: Instr, k, polls: bool = False):
+    """A load, lane by lane."""
     kind, space = ins.parts[-1], _space(ins)
     if kind == "b128":
         raise unknown(ins)
@@ -246,6 +292,16 @@ def bind_ordered_load(ins: Instr, k):
 
     def load(warp, mask):
         addrs = where(warp)
+        own = _own_cells(warp, mask, addrs, (space, size, len(items), ins)) if not polls else None
+        if own is not None:
+            lanes, cells, valid = own
+            if not warp.cta.smem_valid[valid].all():
+                warp.machine.note_unset("shared", ins, int(addrs[lanes[0]]))
+            out = np.zeros((len(items), 32), dtype)
+            out[:, lanes] = _typed(warp.cta.smem, dtype)[cells].T
+            for write, value in zip(writers, out):
+                write(warp, mask, value)
+            return None
         out = np.zeros((len(items), 32), dtype)
         for lane in ops.lanes_of(mask):
             addr = int(addrs[lane])
@@ -255,7 +311,7 @@ def bind_ordered_load(ins: Instr, k):
             out[:, lane] = view.view(dtype)
         for write, value in zip(writers, out):
             write(warp, mask, value)
-        return warp.poll(ins, mask, out)
+        return warp.poll(ins, mask, out) if polls else None
 
     return load
 
@@ -277,7 +333,8 @@ def _write_extended(operand, kind: str):
 
 
 @handles(*(f"st.{q}" for q in ORDERED))
-def bind_ordered_store(ins: Instr, k):
+def bind_store(ins: Instr, k):
+    """A store, lane by lane."""
     kind, space = ins.parts[-1], _space(ins)
     if kind == "b128":
         raise unknown(ins)
@@ -288,11 +345,17 @@ def bind_ordered_store(ins: Instr, k):
 
     def store(warp, mask):
         addrs, data = where(warp), np.stack([v(warp) for v in values])
+        own = _own_cells(warp, mask, addrs, (space, size, len(items), ins))
+        if own is not None:
+            lanes, cells, valid = own
+            _typed(warp.cta.smem, dtype)[cells] = data[:, lanes].T
+            warp.cta.smem_valid[valid] = warp.core.ctx.mark & 0xFF
+            return
         for lane in ops.lanes_of(mask):
             view, valid = _target(warp, int(addrs[lane]), size * len(items), space, ins, "write")
             view.view(dtype)[:] = data[:, lane]
             if valid is not None:
-                valid[:] = 1
+                valid[:] = warp.core.ctx.mark & 0xFF
         warp.machine.wrote(warp)
 
     return store

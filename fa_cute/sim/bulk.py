@@ -79,6 +79,8 @@ def _bind_load(ins: Instr, k):
             for target, barrier in barriers:
                 target.smem[offset : offset + nbytes] = data
                 target.smem_valid[offset : offset + nbytes] = 1
+                if machine.races is not None:
+                    machine.races.shared(target, offset, nbytes, True)
                 barrier.complete_tx(nbytes)
 
         machine.queue.post("bulk.load", object(), run)
@@ -121,6 +123,8 @@ def _bind_to_peer(ins: Instr, k, operation: str | None, dtype: str):
             else:
                 raw = _REDUCE_TYPES[dtype]
                 reduce_into(into.view(raw), data.view(raw), operation, dtype, ins)
+            if machine.races is not None:
+                machine.races.shared(target, offset, nbytes, True)
             barrier.complete_tx(nbytes)
 
         machine.queue.post("bulk.dsmem", object(), run)

@@ -49,6 +49,8 @@ def bind_copy(ins: Instr, k):
             _fetch(machine.memory, values, src, take, size, ins)
             where = dst[:, None] + counting
             cta.smem[where] = values
+            if machine.races is not None:
+                machine.races.words(cta, where, True)
             cta.smem_valid[where] = warp.core.ctx.mark & 0xFF  # a write of the generic proxy
             machine.counters["cp.async"] += int(take.sum())
             done()

@@ -18,6 +18,7 @@ from fa_cute.sim.mbarrier import MBarrier
 from fa_cute.sim.memory import GlobalMemory, SharedMemory, TensorMemory, aligned_zeros
 from fa_cute.sim.program import Program, load_program
 from fa_cute.sim.ptx import Kernel
+from fa_cute.sim.races import Races
 from fa_cute.sim.report import LaunchReport, Names, deadlock
 from fa_cute.sim.schedule import AsyncQueue, Schedule
 from fa_cute.sim.sync import ClusterBarrier, NamedBarrier
@@ -37,6 +38,7 @@ class Options:
 
     resident: int | None = None
     trace: bool = False
+    races: bool = False  # look for unordered accesses (slow)
     progress: bool | None = None
     plan: dict | None = None
     budget: int = 1_000_000  # warp instructions of one time slice
@@ -87,7 +89,9 @@ class Cta:
         old = self.mbarriers.get(offset)
         if old is not None and old.waiters:
             raise MisuseError(f"{ins.where}: {old} is initialised again while a warp waits on it")
-        self.mbarriers[offset] = MBarrier(count, self.rank, offset, self.machine.clock)
+        barrier = MBarrier(count, self.rank, offset, self.machine.clock)
+        barrier.races = self.machine.races
+        self.mbarriers[offset] = barrier
         self.smem_valid[offset : offset + 8] = 1
 
     def mbarrier(self, addr: int, ins=None) -> MBarrier:
@@ -117,7 +121,7 @@ class Cta:
     def barrier(self, number: int) -> NamedBarrier:
         barrier = self.barriers.get(number)
         if barrier is None:
-            barrier = self.barriers[number] = NamedBarrier(number)
+            barrier = self.barriers[number] = NamedBarrier(number, self.machine.races)
         return barrier
 
     # ---- checks ----
@@ -275,6 +279,7 @@ class Machine:
             self.timeline = self.queue.timeline = Timeline(Names(options.plan))
             self.queue.trace(self.clock, self.counters)
         self.extents = memory.table()
+        self.races = Races(self) if options.races else None
         self.bar = None
 
     # ---- what handlers call ----
@@ -443,6 +448,8 @@ class Machine:
         """Run a warp until it waits; note whether that was more than a look at some memory."""
         ctx = warp.core.ctx
         before = ctx.count
+        if self.races is not None:
+            self.races.enter(warp)
         if self.timeline is None:
             warp.run()
         else:

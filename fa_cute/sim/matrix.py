@@ -63,6 +63,8 @@ def bind_ldmatrix(ins: Instr, k):
         if not valid.all():
             address = cta.window | int(chunks[0]) << 4
             cta.machine.note_unset("shared", ins, address, int((valid == 0).sum()))
+        if cta.machine.races is not None:
+            cta.machine.races.chunks(cta, chunks, False)
         cells = np.take(chunk_view(cta.smem), chunks)
         if kind == "m16n16.b8":
             warp.r32[target] = _fragment_b8(cells.view(np.uint8).reshape(num, 16, 16))
@@ -107,6 +109,8 @@ def bind_stmatrix(ins: Instr, k):
             if transposed:
                 cells = np.ascontiguousarray(cells.transpose(0, 2, 1))
         chunk_view(cta.smem)[chunks] = cells.reshape(rows, -1).view(CHUNK_TYPE)[:, 0]
+        if cta.machine.races is not None:
+            cta.machine.races.chunks(cta, chunks, True)
         marks = np.full(16, warp.core.ctx.mark & 0xFF, np.uint8)
         chunk_view(cta.smem_valid)[chunks] = marks.view(CHUNK_TYPE)[0]
 

@@ -15,7 +15,20 @@ PROXY_WORDS = ("shared", "shared::cta", "shared::cluster")
 class MBarrier(Signal):
     """Phase, pending arrivals and outstanding bytes of one barrier."""
 
-    __slots__ = ("clock", "expected", "last", "offset", "pending", "phase", "rank", "time", "tx")
+    __slots__ = (
+        "clock",
+        "expected",
+        "gathered",
+        "known",
+        "last",
+        "offset",
+        "pending",
+        "phase",
+        "races",
+        "rank",
+        "time",
+        "tx",
+    )
 
     def __init__(self, count: int, rank: int = 0, offset: int = 0, clock=(0,)):
         super().__init__()
@@ -24,6 +37,7 @@ class MBarrier(Signal):
         self.phase = 0
         self.rank, self.offset = rank, offset
         self.clock = clock  # the machine's [step], for the timeline
+        self.races = self.known = self.gathered = None  # of the race checker
         self.last = self.time = 0  # step of the latest arrival, and of the last completed phase
 
     def passed(self, parity: int) -> bool:
@@ -36,6 +50,8 @@ class MBarrier(Signal):
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.time = self.last
+            if self.races is not None:
+                self.races.completed(self)
             self.pending = self.expected
             if self.waiters:
                 self.fire()
@@ -46,6 +62,8 @@ class MBarrier(Signal):
                 f"{place(ins)}{n} arrivals on {self}, which expects only {self.pending} more "
                 f"in this phase"
             )
+        if self.races is not None:
+            self.races.arrive(self)
         self.pending -= n
         self._check()
 
@@ -57,6 +75,8 @@ class MBarrier(Signal):
             raise MisuseError(f"{place(ins)}expect_tx completes {self} without an arrival")
 
     def complete_tx(self, n: int, ins: Instr | None = None) -> None:
+        if self.races is not None:
+            self.races.bytes_done(self)
         self.tx -= n
         if abs(self.tx) > MAX_COUNT:
             raise MisuseError(f"{place(ins)}the transaction count of {self} leaves its 20 bits")
@@ -261,6 +281,8 @@ def bind_wait(ins: Instr, k):
         if done:
             if warp.time < barrier.time:
                 warp.time = barrier.time
+            if barrier.races is not None:
+                barrier.races.observed(warp, barrier)
             if mask == FULL and index is not None:
                 warp.vp[index] = FULL
             else:
@@ -289,6 +311,9 @@ def bind_cp_async_arrive(ins: Instr, k):
     def arrive(warp, mask):
         barrier, lanes = warp.cta.mbarrier(address(warp, mask), ins), mask.bit_count()
         barrier.pending += lanes * extra
-        warp.groups("cp_async").after(lambda: barrier.arrive(lanes, ins))
+        groups = warp.groups("cp_async")
+        if barrier.races is not None:
+            barrier.races.group_arrives(groups, barrier)
+        groups.after(lambda: barrier.arrive(lanes, ins))
 
     return arrive

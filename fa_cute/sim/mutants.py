@@ -2,7 +2,8 @@
 
 A mutant replaces one handled instruction of the program: a wait that passes at once, an arrival or
 barrier that is left out, a byte count that is 16 too large. It is caught when a schedule deadlocks,
-raises, reads unwritten memory, gives other bits than the sound program, or draws a warning.
+raises, reads unwritten memory, gives other bits than the sound program, races (with the option
+`races`), or draws a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fa_cute.sim.memory import GlobalMemory
 from fa_cute.sim.program import Program, load_program
 from fa_cute.sim.ptx import Instr, Kernel
 
-CAUGHT_BY = ("deadlock", "error", "unwritten", "numbers", "warning")
+CAUGHT_BY = ("deadlock", "error", "unwritten", "numbers", "race", "warning")
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ def _outcome(launch: Launch, schedule, sound: bytes) -> str | None:
         return "unwritten"
     if bits != sound:
         return "numbers"
+    if report.races:
+        return "race"
     return "warning" if report.warnings else None
 
 
@@ -205,7 +208,7 @@ def campaign(launch: Launch, schedules: Sequence, pick: Callable | None = None) 
         sound, report = launch.run(schedules[0])
     finally:
         program.steps[:] = steps
-    if report.unset or report.warnings:
+    if report.unset or report.races or report.warnings:
         raise SimError(f"the sound program is reported already:\n{report}")
     for schedule in schedules[1:]:
         if launch.run(schedule)[0] != sound:

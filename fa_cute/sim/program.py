@@ -82,7 +82,7 @@ def choose_engine(name: str | None):
 class Program:
     """One kernel for one engine; launches share it."""
 
-    def __init__(self, kernel: Kernel, engine):
+    def __init__(self, kernel: Kernel, engine, races: bool = False):
         handlers.load()
         self.arch = _arch.get(kernel.target)
         self.kernel = kernel = engine.compact(kernel)
@@ -100,7 +100,11 @@ class Program:
         native = getattr(engine, "native", lambda ins: False)
         for i, ins in enumerate(kernel.instrs):
             bind = handlers.find(ins)
-            if bind is not None and not native(ins):
+            if races and touches_shared(ins):
+                bind = bind or plain_access(ins)
+            elif bind is not None and native(ins):
+                bind = None
+            if bind is not None:
                 self.steps[i] = bind(ins, self.context)
         handled = [i for i, step in enumerate(self.steps) if step is not None]
         self.code = engine.build(kernel, handled, values)
@@ -148,6 +152,8 @@ class Program:
                     cta.tensor_memory.reset()
             cta.fresh = False
             self._start_cta(machine, cta, cluster_id, inside)
+        if machine.races is not None:
+            machine.races.start(cluster)
         cluster.proxy = Proxy(cluster)
 
     def _start_cta(self, machine, cta, cluster_id, inside) -> None:
@@ -232,7 +238,25 @@ def load_program(kernel: Kernel, options: Options) -> Program:
     """The Program of a kernel; kept with the kernel, so that later launches find it."""
     engine = choose_engine(options.engine)
     cache = kernel.__dict__.setdefault("_programs", {})
-    program = cache.get(engine.__name__)
+    key = (engine.__name__, options.races)
+    program = cache.get(key)
     if program is None:
-        program = cache[engine.__name__] = Program(kernel, engine)
+        program = cache[key] = Program(kernel, engine, options.races)
     return program
+
+
+def touches_shared(ins) -> bool:
+    """May a plain instruction access shared memory? (The race checker wants to see it.)"""
+    if ins.parts[0] in ("ldmatrix", "stmatrix"):
+        return True
+    if ins.parts[0] not in ("ld", "st"):
+        return False
+    spaces = ("global", "param", "local", "const")
+    return not any(p.split("::")[0] in spaces for p in ins.parts)
+
+
+def plain_access(ins):
+    """The handler of an ordinary load or store."""
+    from fa_cute.sim import atomics
+
+    return atomics.bind_load if ins.parts[0] == "ld" else atomics.bind_store

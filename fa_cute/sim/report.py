@@ -102,6 +102,7 @@ class LaunchReport:
     counters: dict[str, int] = field(default_factory=dict)
     unset: list[UnsetRead] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
+    races: list = field(default_factory=list)
     timeline: object = field(default=None, repr=False)
 
     @classmethod
@@ -124,6 +125,7 @@ class LaunchReport:
             dict(machine.counters),
             unset,
             dict(machine.warnings),
+            list(machine.races.found.values()) if machine.races is not None else [],
             machine.timeline,
         )
         if unset and machine.options.unset == "raise":
@@ -139,6 +141,7 @@ class LaunchReport:
         ]
         lines += [f"  {name}: {value}" for name, value in sorted(self.counters.items())]
         lines += [f"  unwritten: {read}" for read in self.unset[:20]]
+        lines += [f"  race: {race}" for race in self.races[:20]]
         lines += [f"  warning ({n} times): {text}" for text, n in self.warnings.items()]
         return "\n".join(lines)
 

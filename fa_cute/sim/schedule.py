@@ -52,7 +52,8 @@ class AsyncQueue:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.early = schedule.mode == "early"
+        self.at_once = schedule.mode == "early"
+        self.early = self.at_once  # handlers need not post what they could do in place
         self.rng = random.Random(schedule.seed)
         self.agents: dict[Hashable, deque] = {}
         self.order: deque[Hashable] = deque()  # agent of each operation, in order of issue
@@ -68,7 +69,7 @@ class AsyncQueue:
 
     def post(self, kind: str, agent: Hashable, fn: Callable[[], None]) -> None:
         """Perform `fn` now or later; it reads memory, writes results and signals barriers."""
-        if self.early and not self._running:
+        if self.at_once and not self._running:
             self.done += 1
             self._running = True
             try:
@@ -197,10 +198,12 @@ class Groups(Signal):
         "added",
         "committed",
         "covered",
+        "key",
         "kind",
         "last",
         "live",
         "open",
+        "races",
         "total",
         "watchers",
     )
@@ -208,6 +211,7 @@ class Groups(Signal):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
+        self.key, self.races = None, None  # of the race checker
         self.open = [0]  # outstanding operations of the group that is being collected
         self.committed: deque[list[int]] = deque()
         self.added = 0  # operations of the open group
@@ -218,7 +222,7 @@ class Groups(Signal):
 
     def add(self) -> Callable[[], None]:
         """One more operation in the open group; call the result when it is done."""
-        group, me = self.open, object()
+        group, me, number = self.open, object(), self.total + 1
         group[0] += 1
         self.added += 1
         self.live.add(me)
@@ -226,6 +230,8 @@ class Groups(Signal):
         def done() -> None:
             group[0] -= 1
             self.live.discard(me)
+            if self.races is not None:
+                self.races.group_done(self, number)
             for watcher in self.watchers[:]:
                 watcher[0].discard(me)
                 if not watcher[0]:
@@ -257,6 +263,8 @@ class Groups(Signal):
 
     def wait(self, allowed: int, ins=None) -> Wait | None:
         self.covered = max(self.covered, self.total - allowed)
+        if self.races is not None:
+            self.races.group_waited(self, self.total - allowed)
         if not self.outstanding(allowed):
             return None
         return Wait(

@@ -56,6 +56,8 @@ def write_tile(cta: Cta, offset: int, data: np.ndarray, mode: str) -> None:
         target = cta.smem[offset : offset + n].view(CHUNK_TYPE)
         np.take(data.view(CHUNK_TYPE), table, out=target, mode="clip")
     cta.smem_valid[offset : offset + n] = 1
+    if cta.machine.races is not None:
+        cta.machine.races.shared(cta, offset, n, True)
 
 
 def read_tile(cta: Cta, offset: int, nbytes: int, mode: str) -> np.ndarray:
@@ -70,6 +72,8 @@ def read_tile(cta: Cta, offset: int, nbytes: int, mode: str) -> np.ndarray:
 def note_unset_range(cta: Cta, offset: int, nbytes: int, ins: Instr) -> None:
     """Report bytes of a range that nothing wrote."""
     valid = cta.smem_valid[offset : offset + nbytes]
+    if cta.machine.races is not None:
+        cta.machine.races.shared(cta, offset, nbytes, False)
     if valid.max() > VISIBLE:
         cta.cluster.proxy.check(cta, valid, offset, ins)
     if not valid.all():
@@ -84,6 +88,8 @@ def gather(cta: Cta, base: int, table: Gather, ins: Instr) -> np.ndarray:
     valid = cta.smem_valid[low:high]
     if valid.max() > VISIBLE or not valid.all():
         _check_chunks(cta, base, table, ins)
+    if cta.machine.races is not None:
+        cta.machine.races.chunks(cta, table.chunks + base // CHUNK, False)
     return np.take(chunk_view(cta.smem[base:]), table.chunks)
 
 
@@ -131,3 +137,14 @@ def one_issuer(mask: int, ins: Instr, what: str) -> int:
 def aligned(address: int, to: int, ins: Instr, what: str) -> None:
     if address % to:
         raise MisuseError(f"{place(ins)}{what} address {address:#x} is not {to}-byte aligned")
+
+
+def one_cta_group(ins: Instr, k) -> int:
+    """The cta_group of a tcgen05 instruction; all of a kernel must have the same."""
+    group = 2 if ins.has("cta_group::2") else 1
+    first, other = vars(k).setdefault("cta_group", (group, ins))
+    if first != group:
+        raise MisuseError(
+            f"{place(ins)}cta_group::{group} in a kernel that has cta_group::{first}: {other.where}"
+        )
+    return group

@@ -15,9 +15,21 @@ MIN_REGS, MAX_REGS = 24, 256  # of setmaxnreg
 class NamedBarrier(Signal):
     """One of the 16 barriers of a CTA: counts threads, 32 for each warp that arrives."""
 
-    __slots__ = ("arrived", "generation", "id", "need", "reduced", "result", "time", "whole")
+    __slots__ = (
+        "arrived",
+        "gathered",
+        "generation",
+        "id",
+        "known",
+        "need",
+        "races",
+        "reduced",
+        "result",
+        "time",
+        "whole",
+    )
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, races=None):
         super().__init__()
         self.id = number
         self.need = 0  # threads of the phase that is being collected; 0 before the first arrival
@@ -26,6 +38,8 @@ class NamedBarrier(Signal):
         self.reduced = None
         self.result = None
         self.time = 0
+        self.races = races
+        self.known = self.gathered = None  # of the race checker
         self.whole = False  # for all threads of the CTA, so exits lower the count
 
     def arrive(self, threads: int, need: int, ins: Instr) -> None:
@@ -36,6 +50,8 @@ class NamedBarrier(Signal):
                 f"{ins.where}: {ins.op}: barrier {self.id} with {need} threads, but others came "
                 f"for {self.need} in the same phase"
             )
+        if self.races is not None:
+            self.races.arrive(self)
         self.arrived += threads
         if self.arrived > self.need:
             raise MisuseError(
@@ -48,6 +64,8 @@ class NamedBarrier(Signal):
     def complete(self) -> None:
         self.arrived = 0
         self.generation += 1
+        if self.races is not None:
+            self.races.completed(self)
         self.result, self.reduced = self.reduced, None
         self.fire()
 
@@ -107,6 +125,8 @@ def _meet(warp, barrier, generation: int) -> Wait | None:
     if barrier.generation != generation:
         if warp.time < barrier.time:
             warp.time = barrier.time
+        if barrier.races is not None:
+            barrier.races.observed(warp, barrier)
         return None
 
     return Wait(lambda: barrier.generation != generation, barrier.state, barrier)
@@ -180,11 +200,13 @@ def bind_bar_red(ins: Instr, k):
 class ClusterBarrier(Signal):
     """Every live warp of the cluster arrives once per phase, then waits."""
 
-    __slots__ = ("arrived", "cluster", "generation", "time")
+    __slots__ = ("arrived", "cluster", "gathered", "generation", "known", "races", "time")
 
     def __init__(self, cluster) -> None:
         super().__init__()
         self.cluster = cluster
+        self.races = cluster.machine.races
+        self.known = self.gathered = None  # of the race checker
         self.arrived: dict[object, int] = {}  # warp -> lanes that came
         self.generation = 0
         self.time = 0
@@ -197,6 +219,8 @@ class ClusterBarrier(Signal):
                 f"{warp.cta.rank} in one phase"
             )
         self.arrived[warp] = before | mask
+        if self.races is not None:
+            self.races.arrive(self)
         if self.time < warp.time:
             self.time = warp.time
         self.check()
@@ -211,6 +235,8 @@ class ClusterBarrier(Signal):
                     return
         self.arrived = {}
         self.generation += 1
+        if self.races is not None:
+            self.races.completed(self)
         self.fire()
 
     def state(self) -> dict:

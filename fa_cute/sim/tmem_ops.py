@@ -12,7 +12,7 @@ from fa_cute.sim.handlers import FULL, Wait, handles
 from fa_cute.sim.memory import place
 from fa_cute.sim.operands import address, shared_address, uniform32
 from fa_cute.sim.ptx import Reg, Vec
-from fa_cute.sim.smem_ops import aligned
+from fa_cute.sim.smem_ops import aligned, one_cta_group
 
 if TYPE_CHECKING:
     from fa_cute.sim.ptx import Instr
@@ -36,7 +36,7 @@ def whole_warp(mask: int, warp, ins: Instr) -> None:
 @handles("tcgen05.alloc")
 def bind_alloc(ins: Instr, k):
     where_of, count_of = shared_address(ins.operands[0], k), uniform32(ins.operands[1], k)
-    pair = ins.has("cta_group::2")
+    pair = one_cta_group(ins, k) == 2
 
     def step(warp, mask):
         whole_warp(mask, warp, ins)
@@ -60,6 +60,8 @@ def bind_alloc(ins: Instr, k):
             cta.tmem_valid_cols[col : col + ncols] = 0
             cta.smem[offset : offset + 4].view(np.uint32)[0] = col
             cta.smem_valid[offset : offset + 4] = 1
+            if cta.machine.races is not None:
+                cta.machine.races.shared(cta, offset, 4, True)
             return _agree_with_peer(cta, col, ncols, ins) if pair else None
 
         if try_alloc():
@@ -92,6 +94,7 @@ def _agree_with_peer(cta, col: int, ncols: int, ins: Instr) -> Wait | None:
 
 @handles("tcgen05.dealloc")
 def bind_dealloc(ins: Instr, k):
+    one_cta_group(ins, k)
     taddr_of, count_of = uniform32(ins.operands[0], k), uniform32(ins.operands[1], k)
 
     def step(warp, mask):
@@ -106,6 +109,8 @@ def bind_dealloc(ins: Instr, k):
 
 @handles("tcgen05.relinquish_alloc_permit")
 def bind_relinquish(ins: Instr, k):
+    one_cta_group(ins, k)
+
     def step(warp, mask):
         whole_warp(mask, warp, ins)
         warp.cta.tmem_alloc.relinquished = True
@@ -191,6 +196,8 @@ def _load(warp, access: Access, taddr: int) -> np.ndarray:
     cta = warp.cta
     lane0, col0 = access.locate(warp, taddr)
     cells = access.cells(lane0, col0)
+    if cta.machine.races is not None:
+        cta.machine.races.tensor(cta, cells, False)
     values = cta.tmem_cols[cells]
     valid = cta.tmem_valid_cols[cells]
     if access.packed:
@@ -259,6 +266,8 @@ def bind_st(ins: Instr, k):
         done = groups.add()
 
         def run():
+            if cta.machine.races is not None:
+                cta.machine.races.tensor(cta, cells, True)
             if access.packed:
                 high = access.high_cells(lane0, col0)
                 cta.tmem_cols[cells] = values & np.uint32(0xFFFF)

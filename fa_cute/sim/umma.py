@@ -27,7 +27,7 @@ from fa_cute.sim.operands import (
     uniform64,
 )
 from fa_cute.sim.ptx import Imm, Mem, Vec
-from fa_cute.sim.smem_ops import RAW_TYPE, gather, one_issuer, operand_values, split
+from fa_cute.sim.smem_ops import RAW_TYPE, gather, one_cta_group, one_issuer, operand_values, split
 
 if TYPE_CHECKING:
     from fa_cute.sim.layouts import InstrDesc, SmemDesc
@@ -183,6 +183,8 @@ def _tmem_a(cta, step: Step, block, ins: Instr) -> np.ndarray:
     where = (slice(col, col + cols), slice(block.lane, block.lane + block.rows))
     if not cta.tmem_valid_cols[where].all():
         cta.machine.note_unset("tmem", ins, step.a, int((cta.tmem_valid_cols[where] == 0).sum()))
+    if cta.machine.races is not None:
+        cta.machine.races.tensor(cta, where, False)
     words = cta.tmem_cols[where]
     if shape.a_type == "bf16":
         halves = np.empty((cols, 2, block.rows), np.uint32)
@@ -203,6 +205,8 @@ def _accumulate(cta, first: Step, block, b: np.ndarray, a: np.ndarray, ins: Inst
     col = (first.d & 0xFFFF) + block.tmem_col
     cta.check_tmem(col, block.cols, ins)
     where = (slice(col, col + block.cols), slice(block.lane, block.lane + block.rows))
+    if cta.machine.races is not None:
+        cta.machine.races.tensor(cta, where, True)
     words, valid = cta.tmem_cols[where], cta.tmem_valid_cols[where]
     if first.accumulate and not valid.all():
         cta.machine.note_unset("tmem", ins, first.d, int((valid == 0).sum()))
@@ -269,7 +273,7 @@ def bind_mma(ins: Instr, k):
         raise UnknownInstructionError(
             f"{ins.where}: {ins.op}: only dense, unscaled kinds {_KINDS} are modelled"
         )
-    cta_group = 2 if ins.has("cta_group::2") else 1
+    cta_group = one_cta_group(ins, k)
     ws = ins.has("ws")
     d_of, a_operand = address(ins.operands[0], k), ins.operands[1]
     a_in_tmem = isinstance(a_operand, Mem)
@@ -320,6 +324,7 @@ def _desc(bits: int, ins: Instr) -> SmemDesc:
 @handles("tcgen05.commit")
 def bind_commit(ins: Instr, k):
     mbar_of = shared_address(ins.operands[0], k)
+    one_cta_group(ins, k)
     multicast = ins.has("multicast::cluster")
     mask_of = uniform32(ins.operands[1], k) if multicast else None
 
@@ -361,7 +366,7 @@ def bind_cp(ins: Instr, k):
         raise UnknownInstructionError(f"{ins.where}: {ins.op}")
     rows, row_bytes = int(shape.split("x")[0]), int(shape.split("x")[1][:-1]) // 8
     lanes = np.array([_COPY_LANES[name](i) for i in range(rows)]).T  # (copies, rows)
-    pair = ins.has("cta_group::2")
+    pair = one_cta_group(ins, k) == 2
     taddr_of, desc_of = address(ins.operands[0], k), uniform64(ins.operands[1], k)
 
     def step(warp, mask):

@@ -101,6 +101,9 @@ class Warp:
         groups = self._groups.get(kind)
         if groups is None:
             groups = self._groups[kind] = Groups(kind)
+            groups.races = self.machine.races
+            who = self.index // 4 if kind == "wgmma" else self.index
+            groups.key = (kind.split(".read")[0], self.cta.rank, who)
         return groups
 
     def run(self) -> None:
@@ -156,6 +159,8 @@ class Warp:
     def block(self, wait: Wait) -> bool:
         """Register the wait; True when it is over at once."""
         while wait.ready():
+            if self.machine.races is not None:
+                self.machine.races.observed(self, wait.source)
             if wait.then is None:
                 return True
             wait = wait.then(self)
@@ -168,6 +173,17 @@ class Warp:
     def wake(self) -> None:
         """The wait is over: finish the instruction and queue for running."""
         wait, self.wait = self.wait, None
+        races = self.machine.races
+        if races is not None:
+            outer = races.current
+            races.enter(self)
+            races.observed(self, wait.source)
+            self._resume(wait)
+            races.current = outer
+            return
+        self._resume(wait)
+
+    def _resume(self, wait: Wait) -> None:
         timeline = self.machine.timeline
         if timeline is not None:
             now = max(getattr(wait.source, "time", 0), self.time)
