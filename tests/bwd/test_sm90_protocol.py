@@ -72,6 +72,10 @@ class Warpgroup:
     def dq(self, m: int) -> list[Event]:
         return [read("sdS", m % self.cfg.ds_stages), read("sK")]
 
+    def p(self, m: int) -> int:
+        """Stage of P."""
+        return m % self.cfg.smem["sP"].stages
+
     def mine(self, m: int) -> bool:
         """Whether this warpgroup computes (a part of) dQ of step m."""
         return not self.in_turns or m % 2 == self.w
@@ -99,14 +103,26 @@ class Warpgroup:
     def step_of_values(self, m: int) -> list[Event]:
         q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
         out = [wait("load_q"), wait("load_do"), *self.take(), read("sK"), read("sQ", q)]
-        out += [*self.give(), read("sLse", q), release("load_q"), write("sP"), arrive("p_full")]
+        out += [
+            *self.give(),
+            read("sLse", q),
+            release("load_q"),
+            write("sP", self.p(m)),
+            arrive(f"p_full_{m % 2}"),
+        ]
         out += self.second_turn(m, [read("sdO", do)])
         return [*out, release("load_do")]
 
     def step_of_keys(self, m: int) -> list[Event]:
         q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
         out = [wait("load_q"), wait("load_do"), *self.take(), read("sV"), read("sdO", do)]
-        out += [*self.give(), sync("p_full"), read("sP"), read("sDelta", do), release("load_do")]
+        out += [
+            *self.give(),
+            sync(f"p_full_{m % 2}"),
+            read("sP", self.p(m)),
+            read("sDelta", do),
+            release("load_do"),
+        ]
         out += [write("sdS", m % self.cfg.ds_stages), *self.second_turn(m, [read("sQ", q)])]
         return [*out, release("load_q")]
 
@@ -204,7 +220,7 @@ def test_turns_need_two_stages_of_ds() -> None:
 def test_without_turns_ds_needs_three_stages(stages: int) -> None:
     """What tells us that the other has read stage m comes a step later than with turns."""
     row = TILES[IDS.index("128-128")]
-    cfg = BwdSm90Config(**row | {"turns": False, "ds_stages": stages})
+    cfg = BwdSm90Config(**row | {"turns": False, "offset": False, "ds_stages": stages})
     if stages == 3:
         check(cfg, scripts(cfg, 7))
     else:
