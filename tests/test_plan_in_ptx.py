@@ -14,6 +14,8 @@ from fa_cute import arch as archs
 
 from . import ptx_waits
 
+NAME = re.compile(r"\.visible \.entry ([\w$]+)")
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -71,9 +73,10 @@ KERNELS = (
 def built(kernel: Kernel) -> tuple[Any, str]:
     """Configuration and the kernel whose warps have roles; others are pre- and postwork."""
     cfg, ptx = kernel.build()
+    header = ptx.partition(".visible .entry ")[0]
     entries = [x for x in ptx.split(".visible .entry ") if "setmaxnreg" in x]
     assert len(entries) == 1
-    return cfg, ".visible .entry " + entries[0]
+    return cfg, f"{header}.visible .entry {entries[0]}"
 
 
 @pytest.fixture(params=KERNELS, ids=lambda k: k.name)
@@ -136,6 +139,13 @@ def test_tensor_memory(case: tuple[Any, str]) -> None:
     found = values(ptx, r"tcgen05\.alloc\.\S+\s+\[[^\]]*\],\s*([^;]+);")
     tmem = getattr(cfg, "tmem", None)
     assert found == ([] if tmem is None else [tmem.alloc_cols])
+
+
+def test_no_release_overtakes_a_tensor_memory_load(case: tuple[Any, str]) -> None:
+    from fa_cute.sim import lint, ptx
+
+    _, text = case
+    assert not [str(f) for f in lint.overtaken_loads(ptx.parse(text).kernels[NAME.search(text)[1]])]
 
 
 def test_no_wait_in_a_loop_has_a_constant_parity(case: tuple[Any, str]) -> None:
