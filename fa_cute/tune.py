@@ -86,22 +86,20 @@ def _sm100_forward() -> tuple[Row, ...]:
 
 def _sm90_forward() -> tuple[Row, ...]:
     """Tiles by padded head dims; TMA fills what a head dim lacks with zeros."""
-    three = {"teams": 3, "early_pass": 0}
+    many = {"early_pass": 0}
     two = {"teams": 2, "early_pass": 0, "q_stages": 1, "scores_first": True}
     rows = []
     for causal in (True, False):
-        # With one stage of Q a tile cannot start under the end of the one before: nothing is gained
-        # by a persistent grid.
-        one_tile = {"scheduler": "lpt" if causal else "single"}
+        scheduler = {"scheduler": "snake" if causal else "persistent"}
         for head_dim, head_dim_v, tile in (
-            (64, 64, {"tile_n": 128, **three}),
-            (96, 96, {"tile_n": 112, **three}),
-            (128, 128, {"tile_n": 80, **three}),
-            (192, 128, {"tile_n": 80, "q_stages": 1, **three, **one_tile}),
-            (192, 192, {"tile_n": 112, **two, **one_tile}),
-            (256, 256, {"tile_n": 80, **two, **one_tile}),
+            (64, 64, {"teams": 4, "tile_n": 64, "kv_stages": 4, **many}),
+            (96, 96, {"teams": 3, "tile_n": 112, "kv_stages": 2, **many}),
+            (128, 128, {"teams": 3, "tile_n": 80, "kv_stages": 3, **many}),
+            (192, 128, {"teams": 3, "tile_n": 80, "q_stages": 1, **many}),
+            (192, 192, {"tile_n": 112, **two}),
+            (256, 256, {"tile_n": 80, **two}),
         ):
-            cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile)
+            cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile, **scheduler)
             rows.append(Row(("sm_90a",), head_dim, head_dim_v, causal, cfg, step=8))
     return tuple(rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import PlanError
+from . import snake
 from .base import Linear, Order, Scheduler, Tile, TileSpace, Walk, here
 from .dynamic import Dynamic
 from .lpt import Lpt, LptPersistent, Sections, sectioned
@@ -68,4 +69,5 @@ __all__ = [
     "here",
     "make",
     "sectioned",
+    "snake",
 ]

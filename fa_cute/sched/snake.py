@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .base import Tile
-from .lpt import LptPersistent
+from ..ops.arith import at_most, ceil_div, hi, lo
+from .base import Tile, TileSpace
+from .lpt import LptPersistent, heads_in_l2
+
+# What K and V of the heads that run together may take of an L2 of 50 MB, whose halves hold copies of
+# what both use.
+SECTION_BYTES = 34 << 20
+LONG_SECTION_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,41 @@ class Snake(LptPersistent):
 
     def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> SnakeWalk:
         return SnakeWalk(self, block // cluster, num_blocks // cluster, 0 * block)
+
+
+def period(num_m: Any, width: int) -> Any:
+    """The fewest heads of ``num_m`` tiles that fill whole pairs of rounds of ``width`` CTAs.
+
+    A pair of rounds, forth and back, gives every CTA as much as any other. A section that ends
+    within one begins its long tiles at some CTA in the middle, the next section at the same one
+    again, and so on: then some CTAs get far more (by half, for 64 heads of 4 tiles on 132).
+    """
+    common = 1  # gcd of num_m and the pair of rounds
+    rest, prime = 2 * width, 2
+    while rest > 1:
+        power = prime
+        while rest % prime == 0:
+            common = common * (1 + (prime - 1) * at_most(num_m % power, 0))
+            rest //= prime
+            power *= prime
+        prime += 1
+    return 2 * width // common
+
+
+def dealt(
+    space: TileSpace,
+    num_sms: int,
+    *,
+    seqlen_k: Any,
+    kv_bytes_per_row: int,
+    qhead_per_kvhead: Any = 1,
+) -> tuple[Snake, Any]:
+    """An order and the number of CTAs for it: one per SM, or one per tile where the heads that
+    balance a section do not fit in L2 (then tiles are long, and the hardware balances better).
+    """
+    heads = space.num_heads * space.num_batch
+    even = period(space.num_m, num_sms)
+    fits = at_most(ceil_div(even, qhead_per_kvhead) * seqlen_k, SECTION_BYTES // kv_bytes_per_row)
+    long = qhead_per_kvhead * heads_in_l2(seqlen_k, kv_bytes_per_row, heads, LONG_SECTION_BYTES)
+    section = hi(lo(long + fits * (even - long), heads), 1)
+    return Snake(space, section), num_sms + (1 - fits) * hi(space.size - num_sms, 0)

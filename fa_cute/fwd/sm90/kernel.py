@@ -12,12 +12,16 @@ from cutlass.memory import SmemAllocator
 
 from ... import sched
 from ...ops import pipes, wgmma
+from ...ops.arith import at_most, hi
 from ...ops.softmax import scale_log2_of
 from ..args import FwdSpec
 from .consumer import Consumer
 from .ctx import FwdArgs, FwdCtx
 from .load import Load
 from .plan import TEAM_ROWS, FwdConfig
+
+
+LONG_ROWS = 6144  # keys
 
 
 def _rows_first(x: cute.Tensor) -> cute.Tensor:
@@ -56,13 +60,7 @@ class FwdSm90:
         )
         heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
         space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
-        order = sched.make(
-            c.scheduler,
-            space,
-            seqlen_k=mK.shape[1],
-            kv_bytes_per_row=self.spec.kv_bytes_per_row,
-            qhead_per_kvhead=self.spec.qhead_per_kvhead,
-        )
+        order, ctas = self._order(space, mK.shape[1])
         tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
         load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
         load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
@@ -89,12 +87,26 @@ class FwdSm90:
             order=order,
         )
         self.kernel(args).launch(
-            grid=order.grid(c.grid_sms),
+            grid=order.grid(ctas),
             block=(c.warps.threads, 1, 1),
             max_number_threads=(c.warps.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def _order(self, space, seqlen_k):
+        """The order of tiles, and the CTAs of a persistent grid."""
+        c = self.cfg
+        lengths = {
+            "seqlen_k": seqlen_k,
+            "kv_bytes_per_row": self.spec.kv_bytes_per_row,
+            "qhead_per_kvhead": self.spec.qhead_per_kvhead,
+        }
+        if c.scheduler == "snake":
+            return sched.snake.dealt(space, c.grid_sms, **lengths)
+        # With long rows the ends of a tile weigh little, and the hardware balances better.
+        one_per_tile = at_most(LONG_ROWS, seqlen_k) * hi(space.size - c.grid_sms, 0)
+        return sched.make(c.scheduler, space, **lengths), c.grid_sms + one_per_tile
 
     @cute.kernel
     def kernel(self, args: FwdArgs):
