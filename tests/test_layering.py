@@ -44,9 +44,9 @@ RULES = (
     Rule("ops", (*BASE, "plan"), ("cutlass",)),
     Rule("sched", (*BASE, *PURE_OPS), lazy=("cutlass",)),
     # Plans and arguments are read by tables and the command line: no DSL behind them.
-    *(Rule(f"{way}.args", PURE, lazy=("cutlass",)) for way in ("fwd", "bwd")),
+    *(Rule(name, PURE, lazy=("cutlass",)) for name in ("fwd.args", "bwd.args", "bwd.chunks")),
     *(
-        Rule(f"{way}.{sm}.plan", (*PURE, f"{way}.args"), lazy=("cutlass",))
+        Rule(f"{way}.{sm}.plan", (*PURE, f"{way}.args", f"{way}.chunks"), lazy=("cutlass",))
         for way in ("fwd", "bwd")
         for sm in ARCHES
     ),
@@ -56,7 +56,7 @@ RULES = (
     *(
         Rule(
             f"bwd.{sm}",
-            (*KERNEL, "bwd.args", "bwd.preprocess", "bwd.postprocess"),
+            (*KERNEL, "bwd.args", "bwd.chunks", "bwd.preprocess", "bwd.postprocess"),
             ("cutlass", "cuda"),
         )
         for sm in ARCHES
