@@ -11,9 +11,8 @@ from fa_cute.sim.host_tensors import Extent
 from fa_cute.sim.schedule import Schedule
 from tests.sim.tiny import PROLOGUE, kernel
 
-SCHEDULES = [
-    Schedule.of(s) for s in ("early", "late", "random:1", *(f"priority:{i}" for i in range(5)))
-]
+SCHEDULES = [Schedule.of(s) for s in ("early", "random:1", "priority:0", "priority:1")]
+
 CERTAIN = ("no commit", "expect_tx + 16", "expect_tx - 16", "no bar.sync")
 
 
@@ -37,7 +36,8 @@ def forward_launch(request) -> mutants.Launch:
     extents = [Extent(e.start, e.stop - e.start, e.name) for e in memory.extents if e.writable]
     outputs = [t.view(torch.uint8).numpy().reshape(-1) for t in (out, lse)]
     request.module.keep = (q, k, v, out, lse)
-    return mutants.Launch(code, grid, block, cluster, smem, params, extents, outputs)
+    options = machine.Options(races=True)
+    return mutants.Launch(code, grid, block, cluster, smem, params, extents, outputs, options)
 
 
 def test_broken_forwards_are_noticed(forward_launch, capsys):
@@ -47,7 +47,7 @@ def test_broken_forwards_are_noticed(forward_launch, capsys):
     caught = {m for m, how in result.outcomes.items() if how}
     missed = result.missed()
     assert len(result.executed) >= 80
-    assert len(caught) >= 0.65 * len(result.executed), "\n".join(map(str, missed))
+    assert len(caught) >= 0.75 * len(result.executed), "\n".join(map(str, missed))
     assert not [m for m in missed if m.kind in CERTAIN]
 
 
