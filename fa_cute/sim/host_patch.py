@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 
 from ..errors import SimError
@@ -48,6 +49,7 @@ def patch_dsl(patches: Patches, session) -> None:
 
     _patch_environment(patches, session)
     _patch_devices(patches, session)
+    _patch_locations(patches)
     if getattr(Compiler.jit, "of_simulator", False):  # compiling inside a session: patched already
         return
     _patch_engine(patches, session)
@@ -87,6 +89,32 @@ def _forget_environment(env_manager) -> None:
     for value in vars(env_manager).values():
         if callable(getattr(value, "cache_clear", None)) and value.__name__.endswith("env_var"):
             value.cache_clear()
+
+
+def _patch_locations(patches: Patches) -> None:
+    """Look up the Python line of an operation at a fraction of the price.
+
+    The DSL walks a code object's table of positions anew for each operation that it traces, which
+    takes a third of the compile time of a large kernel.
+    """
+    from cutlass._mlir_helpers import op
+
+    walk, is_framework = (
+        getattr(op, "_CO_POSITIONS", None),
+        getattr(op, "_is_framework_module", None),
+    )
+    if walk is None or is_framework is None:  # another version: slower, not wrong
+        return
+    tables: dict[int, tuple] = {}  # by identity: hashing a code object reads all of it
+
+    def positions(code):
+        entry = tables.get(id(code))
+        if entry is None:
+            entry = tables[id(code)] = (code, list(walk(code)))
+        return entry[1]
+
+    patches.attribute(op, "_CO_POSITIONS", positions)
+    patches.attribute(op, "_is_framework_module", functools.cache(is_framework))
 
 
 def _patch_devices(patches: Patches, session) -> None:
