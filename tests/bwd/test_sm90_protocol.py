@@ -1,16 +1,19 @@
 """The Hopper backward's protocol, event by event as its roles do it, against its plan.
 
-Two forms: both warpgroups do the same for half of the keys each, or one makes P and dV and the
-other dS and dK. Turns on the tensor core order nearly everything.
+Both warpgroups do the same for half of the keys each (dQ a step late, or in step), or one makes P
+and dV and the other dS and dK, in turns on the tensor core.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.bwd.sm90.plan import CONSUMERS, TILES, BwdSm90Config
+from fa_cute.bwd.sm90.plan import CONSUMERS, DIRECT, TILES, BwdSm90Config
+from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
     Event,
@@ -26,8 +29,15 @@ from fa_cute.plan.events import (
     write,
 )
 
-CONFIGS = [BwdSm90Config(**row) for row in TILES]
-IDS = [f"{c.head_dim}-{c.head_dim_v}" for c in CONFIGS]
+KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
+VARIANTS = (
+    *TILES,
+    *({**row, **DIRECT[row["head_dim"]]} for row in TILES if row["head_dim"] in DIRECT),
+    {**KEYS_ROW, "schedule": "lockstep"},
+    {**KEYS_ROW, "schedule": "lockstep", "ahead": True},
+)
+CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
+IDS = ["-".join(str(x) for x in row.values()) for row in VARIANTS]
 
 
 def load(cfg: BwdSm90Config, steps: int) -> list[Event]:
@@ -45,104 +55,84 @@ class Warpgroup:
 
     def __init__(self, cfg: BwdSm90Config, w: int) -> None:
         self.cfg, self.w = cfg, w
-        self.in_turns = cfg.dq_split == "turns"
         half = cfg.smem.bytes("sdS") // CONSUMERS
         self.own = None if cfg.by_role else (w * half, (w + 1) * half)
 
-    def take(self) -> list[Event]:
-        return [sync(f"turn_{self.w}")] if self.cfg.turns else []
-
-    def give(self) -> list[Event]:
-        return [arrive(f"turn_{1 - self.w}")] if self.cfg.turns else []
-
-    def wait_ds(self, m: int) -> list[Event]:
-        """Without turns: the other's dS of step m is there."""
-        return [] if self.cfg.turns else [sync(f"ds_{1 - self.w}{m % 2}")]
-
-    def signal_ds(self, m: int) -> list[Event]:
-        """Without turns: ours of step m is there, and we have read that of the step before."""
-        return [] if self.cfg.turns else [arrive(f"ds_{self.w}{m % 2}")]
+    def slots(self, m: int) -> tuple[int, int, int]:
+        """Stages of Q, dO and dS in step m."""
+        return m % self.cfg.q_stages, m % self.cfg.do_stages, m % self.cfg.ds_stages
 
     def hand_over(self) -> list[Event]:
+        if self.cfg.dq_direct:
+            return []
         buffer = self.w % self.cfg.dq_buffers
-        if self.in_turns:
-            buffer = self.w
         return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(f"dq_full_{self.w}")]
 
     def dq(self, m: int) -> list[Event]:
-        return [read("sdS", m % self.cfg.ds_stages), read("sK")]
+        """dQ of a step: keys split, once the other's dS is there; by role, turns say that."""
+        ready = [] if self.cfg.by_role else [sync(f"ds_{1 - self.w}{m % 2}")]
+        return [*ready, read("sdS", self.slots(m)[2]), read("sK")]
 
-    def p(self, m: int) -> int:
-        """Stage of P."""
-        return m % self.cfg.smem["sP"].stages
+    def write_ds(self, m: int) -> list[Event]:
+        return [write("sdS", self.slots(m)[2], self.own)]
 
-    def mine(self, m: int) -> bool:
-        """Whether this warpgroup computes (a part of) dQ of step m."""
-        return not self.in_turns or m % 2 == self.w
+    def signal_ds(self, m: int) -> list[Event]:
+        return [arrive(f"ds_{self.w}{m % 2}")]
 
-    def second_turn(self, m: int, operands: list[Event]) -> list[Event]:
-        """dQ of the step before and the last products of this one."""
-        issued = [*self.give(), *self.signal_ds(m)]
-        if m == 0:
-            return [*self.take(), *operands, *issued]
-        out = [*self.take(), *self.wait_ds(m - 1)]
-        if self.in_turns:
-            dq = self.dq(m - 1) if self.mine(m - 1) else []
-            out += [*operands, *dq, *issued]
-            return out + (self.hand_over() if self.mine(m - 1) else [])
-        return [*out, *self.dq(m - 1), *operands, *issued, *self.hand_over()]
+    def scores(self, m: int) -> list[Event]:
+        q, do, _ = self.slots(m)
+        both = [wait("load_q"), wait("load_do"), read("sK"), read("sQ", q), read("sV")]
+        return [*both, read("sdO", do), read("sLse", q)]
 
-    def step_of_keys_split(self, m: int) -> list[Event]:
-        q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
-        out = [wait("load_q"), wait("load_do"), *self.take()]
-        out += [read("sK"), read("sQ", q), read("sV"), read("sdO", do), *self.give()]
-        out += [read("sLse", q), read("sDelta", do), write("sdS", m % self.cfg.ds_stages, self.own)]
-        out += self.second_turn(m, [read("sdO", do), read("sQ", q)])
-        return [*out, release("load_do"), release("load_q")]
+    def lagged(self, steps: int) -> list[Event]:
+        out = []
+        for m in range(steps):
+            q, do, _ = self.slots(m)
+            out += [*self.scores(m), read("sDelta", do), *self.write_ds(m)]
+            out += self.dq(m - 1) if m > 0 else []
+            out += [read("sdO", do), read("sQ", q), *self.signal_ds(m)]
+            out += self.hand_over() if m > 0 else []
+            out += [release("load_do"), release("load_q")]
+        return [*out, *self.dq(steps - 1), *self.hand_over()]
 
-    def step_of_values(self, m: int) -> list[Event]:
-        q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
-        out = [wait("load_q"), wait("load_do"), *self.take(), read("sK"), read("sQ", q)]
-        out += [
-            *self.give(),
-            read("sLse", q),
-            release("load_q"),
-            write("sP", self.p(m)),
-            arrive(f"p_full_{m % 2}"),
-        ]
-        out += self.second_turn(m, [read("sdO", do)])
-        return [*out, release("load_do")]
+    def lockstep(self, steps: int) -> list[Event]:
+        out, ahead = [], self.cfg.ahead
+        for m in range(steps):
+            q, do, _ = self.slots(m)
+            out += self.scores(m) if m == 0 or not ahead else []
+            out += [read("sDelta", do), *self.write_ds(m), *self.signal_ds(m), read("sdO", do)]
+            out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over()]
+            out += self.scores(m + 1) if ahead and m + 1 < steps else []
+            out.append(release("load_q"))
+        return out
 
-    def step_of_keys(self, m: int) -> list[Event]:
-        q, do = m % self.cfg.q_stages, m % self.cfg.do_stages
-        out = [wait("load_q"), wait("load_do"), *self.take(), read("sV"), read("sdO", do)]
-        out += [
-            *self.give(),
-            sync(f"p_full_{m % 2}"),
-            read("sP", self.p(m)),
-            read("sDelta", do),
-            release("load_do"),
-        ]
-        out += [write("sdS", m % self.cfg.ds_stages), *self.second_turn(m, [read("sQ", q)])]
-        return [*out, release("load_q")]
+    def by_role(self, steps: int) -> list[Event]:
+        take, give = sync(f"turn_{self.w}"), arrive(f"turn_{1 - self.w}")
+        out = [wait("load_k")] if self.w == 0 else [give, wait("load_k"), wait("load_v")]
+        for m in range(steps):
+            q, do, _ = self.slots(m)
+            out += [wait("load_q"), wait("load_do"), take]
+            if self.w == 0:
+                out += [read("sK"), read("sQ", q), give, read("sLse", q), release("load_q")]
+                out += [write("sP"), arrive("p_full")]
+            else:
+                out += [read("sV"), read("sdO", do), give, sync("p_full"), read("sP")]
+                out += [read("sDelta", do), release("load_do"), *self.write_ds(m)]
+            out += [take, *(self.dq(m - 1) if m > 0 else [])]
+            out += [read("sdO", do) if self.w == 0 else read("sQ", q), give]
+            out += self.hand_over() if m > 0 else []
+            out.append(release("load_do" if self.w == 0 else "load_q"))
+        out += [take, *([give] if self.w == 0 else [])]
+        return [*out, *self.dq(steps - 1), *self.hand_over()]
 
     def script(self, steps: int) -> list[Event]:
-        step = self.step_of_keys_split
-        loads = ("load_k", "load_v")
         if self.cfg.by_role:
-            step = (self.step_of_values, self.step_of_keys)[self.w]
-            loads = loads[: self.w + 1]
-        out = self.give() if self.w == 1 else []
-        out += [wait(edge) for edge in loads]
-        for m in range(steps):
-            out += step(m)
-        out += [*self.take(), *self.wait_ds(steps - 1)]
-        out += self.give() if self.w == 0 else []
-        if self.mine(steps - 1):
-            out += [*self.dq(steps - 1), *self.hand_over()]
-        return out + self.results()
+            return [*self.by_role(steps), *self.results()]
+        body = self.lagged if self.cfg.schedule == "lagged" else self.lockstep
+        return [wait("load_k"), wait("load_v"), *body(steps), *self.results()]
 
     def results(self) -> list[Event]:
+        """dK and dV over K and V, which nobody reads any more."""
         out = [sync("epilogue")]
         if self.cfg.by_role:
             out.append(write(("sdV", "sdK")[self.w]))
@@ -154,10 +144,9 @@ class Warpgroup:
 
 
 def dq_store(cfg: BwdSm90Config, steps: int) -> list[Event]:
-    shared = cfg.dq_buffers == 1
+    shared, who = cfg.dq_buffers == 1, range(cfg.dq_chunks.num)
     out = [arrive(f"dq_empty_{w}") for w in range(cfg.dq_buffers)]
-    for m in range(steps):
-        who = [m % 2] if cfg.dq_split == "turns" else range(cfg.dq_chunks.num)
+    for _ in range(steps):
         for w in who:
             out += [sync(f"dq_full_{w}"), read("sdQ", w % cfg.dq_buffers)]
             out += [arrive(f"dq_empty_{1 - w}")] if shared else []
@@ -170,7 +159,7 @@ def scripts(cfg: BwdSm90Config, steps: int) -> dict[str, list[Event]]:
     return {
         "load": load(cfg, steps),
         **{name: Warpgroup(cfg, w).script(steps) for w, name in enumerate(names)},
-        "dq_store": dq_store(cfg, steps),
+        **({} if cfg.dq_direct else {"dq_store": dq_store(cfg, steps)}),
     }
 
 
@@ -181,7 +170,7 @@ def test_no_deadlock_overrun_or_race(cfg: BwdSm90Config, steps: int) -> None:
     check(cfg, scripts(cfg, steps), seeds=1)
 
 
-@pytest.mark.parametrize("cfg", CONFIGS[1:4], ids=IDS[1:4])
+@pytest.mark.parametrize("cfg", [CONFIGS[2], CONFIGS[3], CONFIGS[-1]], ids=lambda c: c.split)
 def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     """But for what something else orders already."""
     right = scripts(cfg, 3)
@@ -208,21 +197,23 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     assert len(turns) <= 4, turns
 
 
-def test_turns_need_two_stages_of_ds() -> None:
-    """With one, the other warpgroup may still read it for its last dQ."""
-    row = TILES[IDS.index("128-128")]
-    one = BwdSm90Config(**row | {"ds_stages": 1})
-    with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
-        check(one, scripts(one, 3))
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_without_turns_ds_needs_three_stages(stages: int) -> None:
-    """What tells us that the other has read stage m comes a step later than with turns."""
-    row = TILES[IDS.index("128-128")]
-    cfg = BwdSm90Config(**row | {"turns": False, "offset": False, "ds_stages": stages})
-    if stages == 3:
-        check(cfg, scripts(cfg, 7))
-    else:
-        with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
-            check(cfg, scripts(cfg, 7))
+@pytest.mark.parametrize("schedule", ["lagged", "lockstep"])
+def test_stages_of_ds(schedule: str) -> None:
+    """As many as the plan asks for hold; with one less, a warpgroup writes what the other reads."""
+    with pytest.raises(PlanError, match="would overwrite dS"):
+        BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 1})
+    cfg = BwdSm90Config(**{**KEYS_ROW, "schedule": schedule})
+    needed = cfg.ds_stages_needed
+    for stages in (needed, needed - 1):
+        right = {
+            agent: [
+                replace(e, slot=m % stages) if (m := e.slot) is not None and e.name == "sdS" else e
+                for e in script
+            ]
+            for agent, script in scripts(replace(cfg, ds_stages=8), 7).items()
+        }
+        if stages == needed:
+            check(replace(cfg, ds_stages=8), right)
+        else:
+            with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
+                check(replace(cfg, ds_stages=8), right)
