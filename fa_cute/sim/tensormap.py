@@ -13,6 +13,7 @@ from fa_cute.errors import MisuseError
 
 BYTES = 64  # of the 128 that are defined
 _SWIZZLES = ("none", "32B", "64B", "128B")
+_SPAN = {"none": 1 << 30, "32B": 32, "64B": 64, "128B": 128}  # bytes of a swizzled row
 # hardware code -> (element bytes, name for reductions)
 _DTYPES = {
     0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 4: (8, "u64"),
@@ -71,9 +72,14 @@ def decode(blob: bytes) -> TensorMap:
     return made
 
 
+def is_narrow(made: TensorMap) -> bool:
+    """Are the box's rows shorter than the swizzled row? No text says where they lie then."""
+    return made.swizzle != "none" and made.box[0] * made.elem_bytes < _SPAN[made.swizzle]
+
+
 def _check(made: TensorMap) -> None:
     inner = made.box[0] * made.elem_bytes
-    span = {"none": 1 << 30, "32B": 32, "64B": 64, "128B": 128}[made.swizzle]
+    span = _SPAN[made.swizzle]
     if made.address % 16:
         raise MisuseError(f"tensor map: global address {made.address:#x} is not 16-byte aligned")
     if inner % 16 or inner > span:

@@ -77,6 +77,11 @@ def _map_reader(operand, k):
         tmap = tensormap.decode(blob)
         if tmap.rank != len(coords):
             raise MisuseError(f"{len(coords)} coordinates for a tensor map of rank {tmap.rank}")
+        if tensormap.is_narrow(tmap):
+            warp.machine.warn(
+                f"swizzle {tmap.swizzle} of {tmap.box[0] * tmap.elem_bytes}-byte box rows: "
+                "rows shorter than the swizzle span are taken as dense, which no document promises"
+            )
         return tmap, coords
 
     return read

@@ -375,6 +375,29 @@ def _register(shape, t, r):
     return t // 4 + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * (t % 4) + r % 2
 
 
+@pytest.mark.parametrize(("operation", "pick"), [("max", np.fmax), ("min.abs", np.fmin)])
+def test_load_with_reduction(operation, pick):
+    rng = np.random.default_rng(9)
+    cells = rng.standard_normal((128, 8)).astype(np.float32)
+    out = np.zeros((128, 9), np.float32)
+    regs = ", ".join(f"%r{i}" for i in range(8))
+    stores = "\n".join(f"st.global.b32 [%d8+{4 * i}], %r{i};" for i in range(9))
+    body = f"""
+{prologue(16, 32, 1)}
+{tmem_store(8, 0, "%cells")}
+tcgen05.wait::st.sync.aligned;
+tcgen05.ld.red.sync.aligned.32x32b.x8.{operation}.f32 {{{regs}}}, %r8, [%r41];
+mul.wide.u32 %d8, %t, 36; add.s64 %d8, %d8, %out;
+{stores}
+{epilogue(32, 1)}
+"""
+    image = np.zeros(16, np.uint8)
+    Program("sm_103a", body, {"image": image, "out": out, "cells": cells}).run(smem=4096)
+    np.testing.assert_array_equal(out[:, :8], cells)
+    values = np.abs(cells) if "abs" in operation else cells
+    np.testing.assert_array_equal(out[:, 8], pick.reduce(values, axis=1))
+
+
 def test_packed_store_and_load():
     rng = np.random.default_rng(7)
     words = rng.integers(0, 2**32, (128, 8), dtype=np.uint32)
@@ -451,6 +474,7 @@ INIT = "mbarrier.init.shared.b64 [smem+8], 1;"
          "@%p0 tcgen05.mma.cta_group::1.kind::f16 [%r30], %d0, %d0, %r20, 0;", MisuseError,
          "46-48"),
         (f"{ALLOC} {ONE} @%p0 {COMMIT} [smem+8];", MisuseError, "no mbarrier"),
+        (f"{ALLOC} {FREE.replace('group::1', 'group::2')}", MisuseError, "in a kernel that"),
     ],
 )  # fmt: skip
 def test_misuse(text, error, message):
