@@ -16,19 +16,40 @@ DEVICE = "cuda"
 LOCK = os.path.join(tempfile.gettempdir(), "fa_cute_gpu.lock")
 
 
-def flops(batch: int, heads: int, sq: int, sk: int, d: int, dv: int, causal: bool) -> float:
-    """Of a forward: two products, half of them when causal."""
-    return 2.0 * batch * heads * sq * sk * (d + dv) / (2 if causal else 1)
+def flops(batch: int, heads: int, seqlens: tuple, dims: tuple, causal: bool) -> float:
+    """Of a forward: two products, half of them when causal; seqlens of q and k, head dims of k and v."""
+    return 2.0 * batch * heads * seqlens[0] * seqlens[1] * sum(dims) / (2 if causal else 1)
 
 
-def inputs(batch, sq, sk, heads, heads_kv, d, dv, dtype, seed=0):
-    """Normal random q, k, v on the GPU."""
+def inputs(lengths: tuple, heads: tuple, dims: tuple, dtype, seed: int = 0) -> tuple:
+    """Normal random q, k, v; (batch, seqlen_q, seqlen_k), (heads, heads_kv), (head_dim, head_dim_v)."""
     g = torch.Generator(device=DEVICE).manual_seed(seed)
+    batch, seqlen_q, seqlen_k = lengths
 
     def rand(*shape):
         return torch.randn(*shape, device=DEVICE, dtype=torch.float32, generator=g).to(dtype)
 
-    return rand(batch, sq, heads, d), rand(batch, sk, heads_kv, d), rand(batch, sk, heads_kv, dv)
+    return (
+        rand(batch, seqlen_q, heads[0], dims[0]),
+        rand(batch, seqlen_k, heads[1], dims[0]),
+        rand(batch, seqlen_k, heads[1], dims[1]),
+    )
+
+
+def versions() -> dict:
+    """What a result depends on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": found | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
+    }
 
 
 def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float64, low=None):

@@ -95,7 +95,9 @@ def check(fn, spec, shape) -> dict:
 
     batch, sq, sk, heads, heads_kv = shape
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float16
-    q, k, v = gpu.inputs(batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, dtype)
+    q, k, v = gpu.inputs(
+        (batch, sq, sk), (heads, heads_kv), (spec.head_dim, spec.head_dim_v), dtype
+    )
     scale = spec.head_dim**-0.5
     out = torch.full(
         (batch, sq, heads, spec.head_dim_v), float("nan"), device=gpu.DEVICE, dtype=dtype
@@ -168,7 +170,7 @@ def run_one(task: dict) -> dict:
         for seqlen in task["seqlens"]:
             batch, sq, sk, heads, heads_kv = bench_shape(spec.head_dim, seqlen)
             q, k, v = gpu.inputs(
-                batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, dtype
+                (batch, sq, sk), (heads, heads_kv), (spec.head_dim, spec.head_dim_v), dtype
             )
             out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=dtype)
             lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
@@ -180,7 +182,7 @@ def run_one(task: dict) -> dict:
                 q[:1, :, :2], k[:1, :, :2], v[:1, :, :2], spec.causal, scale, rows, torch.float32
             )
             off = (out[:1, rows, :2].float() - want).abs().max().item()
-            work = gpu.flops(batch, heads, sq, sk, spec.head_dim, spec.head_dim_v, spec.causal)
+            work = gpu.flops(batch, heads, (sq, sk), (spec.head_dim, spec.head_dim_v), spec.causal)
             result["timed"][seqlen], result["tflops"][seqlen] = got, work / ms / 1e9
             result["checked"].append(
                 {"shape": (batch, sq, sk, heads, heads_kv), "error": off, "ok": off < 0.02}
@@ -202,7 +204,7 @@ def profile(task: dict) -> None:
     fn = compile.build_forward(FwdConfig(**task["cfg"]), spec, arch.get("sm_90a"))
     batch, sq, sk, heads, heads_kv = bench_shape(spec.head_dim, task["seqlens"][0])
     q, k, v = gpu.inputs(
-        batch, sq, sk, heads, heads_kv, spec.head_dim, spec.head_dim_v, torch.bfloat16
+        (batch, sq, sk), (heads, heads_kv), (spec.head_dim, spec.head_dim_v), torch.bfloat16
     )
     out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=torch.bfloat16)
     lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
@@ -223,9 +225,9 @@ def peers(task: dict) -> dict:
     result = {**task, "tflops": {}}
     for seqlen in task["seqlens"]:
         batch, sq, sk, heads, heads_kv = bench_shape(d, seqlen)
-        q, k, v = gpu.inputs(batch, sq, sk, heads, heads_kv, d, d, torch.bfloat16)
+        q, k, v = gpu.inputs((batch, sq, sk), (heads, heads_kv), (d, d), torch.bfloat16)
         Q, K, V = (x.transpose(1, 2) for x in (q, k, v))
-        work = gpu.flops(batch, heads, sq, sk, d, d, causal)
+        work = gpu.flops(batch, heads, (sq, sk), (d, d), causal)
 
         def cudnn():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -26,7 +26,7 @@ KERNELS = {  # family -> module and class of the forward kernel; imported when a
     "sm100": ("fa_cute.fwd.sm100.kernel", "FwdSm100"),
 }
 BACKWARD_KERNELS = {"sm90": ("fa_cute.bwd.sm90.kernel", "BwdSm90")}
-RATIO_AT_RUN_TIME = ("sm100",)  # one kernel for MHA, GQA and MQA
+RATIO_AT_RUN_TIME = ("sm90", "sm100")  # one kernel for MHA, GQA and MQA
 SCALE_OF_ANY_SIGN = ("sm100",)
 
 

@@ -33,6 +33,7 @@ class FwdArgs:
     qk: cute.TiledMma
     pv: cute.TiledMma
     scale_log2: Float32
+    qhead_per_kvhead: Int32
     order: Any  # of tiles
 
 
@@ -85,4 +86,4 @@ class FwdCtx:
 
     def kv_head(self, tile: sched.Tile) -> Int32:
         """The kv head of a tile's query head."""
-        return tile.head // self.spec.qhead_per_kvhead
+        return tile.head // self.args.qhead_per_kvhead

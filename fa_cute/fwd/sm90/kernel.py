@@ -60,7 +60,8 @@ class FwdSm90:
         )
         heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
         space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
-        order, ctas = self._order(space, mK.shape[1])
+        ratio = heads // mK.shape[2]
+        order, ctas = self._order(space, mK.shape[1], ratio)
         tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
         load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
         load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
@@ -84,6 +85,7 @@ class FwdSm90:
             qk=wgmma.make_mma(dtype, c.tile_n),
             pv=wgmma.make_mma(dtype, c.head_dim_v, a_in_regs=True, b_transposed=True),
             scale_log2=scale_log2_of(softmax_scale),
+            qhead_per_kvhead=ratio,
             order=order,
         )
         self.kernel(args).launch(
@@ -94,13 +96,13 @@ class FwdSm90:
             stream=stream,
         )
 
-    def _order(self, space, seqlen_k):
+    def _order(self, space, seqlen_k, qhead_per_kvhead):
         """The order of tiles, and the CTAs of a persistent grid."""
         c = self.cfg
         lengths = {
             "seqlen_k": seqlen_k,
             "kv_bytes_per_row": self.spec.kv_bytes_per_row,
-            "qhead_per_kvhead": self.spec.qhead_per_kvhead,
+            "qhead_per_kvhead": qhead_per_kvhead,
         }
         if c.scheduler == "snake":
             return sched.snake.dealt(space, c.grid_sms, **lengths)
