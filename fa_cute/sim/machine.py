@@ -32,8 +32,9 @@ CTA_OVERHEAD = 1024  # bytes of shared memory that the system takes of each CTA
 class Options:
     """How a launch is run, apart from the schedule.
 
-    `resident`: clusters that run at the same time; None starts with one and adds the next in launch
-    order when those that run can only poll memory. `plan`: names for reports (see report.Names).
+    `resident`: clusters that run at the same time; None starts with one (one to four in a random
+    schedule) and adds the next in launch order when those that run can only poll memory. `plan`:
+    names for reports (see report.Names).
     """
 
     resident: int | None = None
@@ -257,7 +258,8 @@ class Machine:
         self.preempt = False  # the running warp is to stop after its instruction
         self.random_warps = schedule.warps == "random"
         self.warp_ranks = {
-            (rank, index): self.rng.random()
+            (slot, rank, index): self.rng.random()
+            for slot in range(SLOTS)
             for rank in range(launch.cluster_size)
             for index in range(launch.warps)
         }
@@ -343,8 +345,13 @@ class Machine:
         if self.random_warps:
             if self.queue.ranks is None:
                 self.preempt = self.rng.random() < PREEMPT
-            elif self.warp_ranks[warp.cta.rank, warp.index] > self.queue.running:
+            elif self.rank(warp) > self.queue.running:
                 self.preempt = True
+
+    def rank(self, warp: Warp) -> float:
+        """Priority of a warp."""
+        cta = warp.cta
+        return self.warp_ranks[cta.cluster.index % SLOTS, cta.rank, warp.index]
 
     def ask(self) -> None:
         """Look again at the warps that wait on something without a Signal."""
@@ -400,6 +407,8 @@ class Machine:
     # ---- the loop ----
     def loop(self) -> None:
         limit = self.options.resident or 1
+        if self.options.resident is None and self.random_warps:
+            limit = min(self.rng.randint(1, SLOTS), self.max_resident())
         grow = self.options.resident is None
         ready, queue = self.ready, self.queue
         while True:
@@ -463,8 +472,8 @@ class Machine:
     def run_highest(self) -> None:
         """The ready warp or the operation with the highest rank; now and then a rank changes."""
         queue, ranks = self.queue, self.warp_ranks
-        warp = max(self.ready, key=lambda w: ranks[w.cta.rank, w.index])
-        rank = ranks[warp.cta.rank, warp.index]
+        warp = max(self.ready, key=self.rank)
+        rank = self.rank(warp)
         agent = queue.highest()
         if self.rng.random() < CHANGE_OF_RANK:
             key = self.rng.choice([*ranks, *queue.ranks])
@@ -494,6 +503,7 @@ class Machine:
         return max(1, arch.num_sms * per_sm // launch.cluster_size)
 
 
+SLOTS = 4  # clusters that a random schedule may run at once
 PREEMPT = 0.25  # probability that a woken warp goes before the one that woke it (random schedule)
 CHANGE_OF_RANK = 0.005  # probability per step of a priority schedule
 SPIN_INSTRUCTIONS = 64  # a polling loop is shorter than this
