@@ -11,13 +11,16 @@ from fa_cute import arch as _arch
 from fa_cute.errors import MisuseError
 from fa_cute.sim import handlers
 from fa_cute.sim import operands as ops
+from fa_cute.sim.cta import Cta
 from fa_cute.sim.memory import SharedMemory, TensorMemory, aligned_zeros
 from fa_cute.sim.proxy import Proxy
 from fa_cute.sim.ptx import Kernel
+from fa_cute.sim.sync import RegisterPool
 from fa_cute.sim.warp import Warp, Warpgroup
 
 if TYPE_CHECKING:
-    from fa_cute.sim.machine import Cluster, Cta, Machine, Options
+    from fa_cute.sim.cta import Cluster
+    from fa_cute.sim.machine import Machine, Options
 
 
 class KernelContext:
@@ -114,8 +117,6 @@ class Program:
 
     # ---- launches ----
     def make_ctas(self, machine: Machine) -> list[Cta]:
-        from fa_cute.sim.machine import Cta
-
         launch, ctas = machine.launch, []
         for _ in range(launch.cluster_size):
             memory = SharedMemory(self.static_smem + launch.dynamic_smem)
@@ -157,8 +158,6 @@ class Program:
         cluster.proxy = Proxy(cluster)
 
     def _start_cta(self, machine, cta, cluster_id, inside) -> None:
-        from fa_cute.sim.sync import RegisterPool
-
         launch = machine.launch
         cta.mbarriers, cta.barriers, cta.scratch = {}, {}, {}
         cta.launch_regs = min(248, 65536 // (launch.warps * 32) & ~7)

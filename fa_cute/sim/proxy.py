@@ -16,7 +16,7 @@ from fa_cute.errors import MisuseError
 from fa_cute.sim.memory import place
 
 if TYPE_CHECKING:
-    from fa_cute.sim.machine import Cluster, Cta
+    from fa_cute.sim.cta import Cluster, Cta
     from fa_cute.sim.ptx import Instr
     from fa_cute.sim.warp import Warp
 

@@ -23,7 +23,8 @@ from fa_cute.sim.memory import TMEM_COLS
 from fa_cute.sim.operands import SMEM_START
 
 if TYPE_CHECKING:
-    from fa_cute.sim.machine import Cluster, Cta, Machine
+    from fa_cute.sim.cta import Cluster, Cta
+    from fa_cute.sim.machine import Machine
     from fa_cute.sim.warp import Warp
 
 WORD = 4

@@ -9,7 +9,8 @@ from fa_cute.errors import DeadlockError, UninitializedReadError
 from fa_cute.sim.operands import SMEM_START
 
 if TYPE_CHECKING:
-    from fa_cute.sim.machine import Cta, Machine
+    from fa_cute.sim.cta import Cta
+    from fa_cute.sim.machine import Machine
     from fa_cute.sim.warp import Warp
 
 

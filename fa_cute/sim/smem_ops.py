@@ -15,9 +15,9 @@ from fa_cute.sim.operands import OFFSET_MASK, RANK_SHIFT, first_lane
 from fa_cute.sim.proxy import VISIBLE
 
 if TYPE_CHECKING:
+    from fa_cute.sim.cta import Cta
     from fa_cute.sim.layouts import Gather
     from fa_cute.sim.ptx import Instr
-    from fa_cute.sim.warp import Cta
 
 RAW_TYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by element bytes
 CHUNK_TYPE = np.complex128  # 16 bytes that numpy moves as one item

@@ -9,7 +9,7 @@ from fa_cute.sim.handlers import FULL, Signal, Wait
 from fa_cute.sim.schedule import Groups
 
 if TYPE_CHECKING:
-    from fa_cute.sim.machine import Cta
+    from fa_cute.sim.cta import Cta
 
 STOP, EXIT, ERROR, BUDGET = range(4)  # kinds of answers of an engine's run()
 
