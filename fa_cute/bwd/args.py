@@ -1,6 +1,7 @@
 """What a backward is traced with, and the scratch memory that one call needs.
 
-A call is three kernels over the tensors as the user holds them (q, out, dout, dq ``(batch, seqlen_q, heads, d)``; k, v,
+A call is three kernels over the tensors as the user holds them (q, out, dout, dq ``(batch,
+seqlen_q, heads, d)``; k, v,
 dk, dv ``(batch, seqlen_k, heads_kv, d)``; lse, dlse ``(batch, heads, seqlen_q)`` fp32):
 
     preprocess   lse_log2, delta = rowsum(dout * out) - dlse; zeroes the accumulators and counters
@@ -17,7 +18,8 @@ from typing import Any
 
 from fa_cute.ops.arith import ceil_div
 
-# Sections of the workspace start on a multiple of this: 128 bytes, what bulk copies and L2 sectors like.
+# Sections of the workspace start on a multiple of this: 128 bytes, what bulk copies and L2 sectors
+# like.
 ALIGN_FLOATS = 32
 
 
@@ -46,14 +48,15 @@ def _aligned(floats: Any) -> Any:
 class Workspace:
     """Where each scratch array starts, in floats (counters are int32: the same four bytes).
 
-    Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints on the host, 64-bit
+    Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints
+    on the host, 64-bit
     DSL integers where it is traced.
     """
 
     lse: Any  # (batch, heads, rows_q) log2 units, +inf where a row sees nothing or does not exist
     delta: Any  # (batch, heads, rows_q)
     dq: Any  # (batch, heads, num_m, tile_m * head_dim) in fragment order
-    dk: Any  # (batch, heads_kv, num_n, tile_n * head_dim) in fragment order; empty unless kv heads are shared
+    dk: Any  # (batch, heads_kv, num_n, tile_n * head_dim) likewise; empty unless kv heads shared
     dv: Any  # (batch, heads_kv, num_n, tile_n * head_dim_v)
     dq_count: Any  # (batch, heads, num_m) int32; empty unless deterministic
     dkv_count: Any  # (batch, heads_kv, num_n) int32; empty unless deterministic and shared
@@ -72,7 +75,9 @@ class Sizes:
 
 
 def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
-    """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head dims)."""
+    """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head
+    dims).
+    """
     num_m, num_n = ceil_div(n.seqlen_q, cfg.tile_m), ceil_div(n.seqlen_k, cfg.tile_n)
     rows_q = n.batch * n.heads * num_m * cfg.tile_m
     rows_k = n.batch * n.heads_kv * num_n * cfg.tile_n if spec.shares_kv else 0

@@ -1,6 +1,7 @@
-"""Last kernel of the backward: an fp32 accumulator in fragment order becomes a gradient in the tensor's dtype.
+"""Last kernel of the backward: an fp32 accumulator in fragment order becomes a gradient in the
+tensor's dtype.
 
-Used for dQ, and for dK and dV where kv heads are shared. `Chunks` (in the plan) is the order.
+Used for dQ, and for dK and dV where kv heads are shared. `Chunks` or `RowChunks` is the order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from cutlass import Float32, Int64
 from fa_cute.bwd.preprocess import VECTOR, vector_of
 from fa_cute.ops.arith import ceil_div
 
-PAD = 8  # elements between rows in shared memory: one 16-byte vector, so that a column of rows spreads over the banks
+# Elements between rows in shared memory: 16 bytes, so that a column of rows spreads over the banks.
+PAD = 8
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,18 @@ class BwdPostprocess:
         chunk, t = tidx // 128, tidx % 128
         tile = Int64(block) + Int64(grid[0]) * (Int64(head) + Int64(grid[1]) * batch)
         source = accumulator + (tile * (c.rows * c.cols) + chunk * c.chunk_floats + t * 4)
-        row = chunk // c.col_chunks * 64 + t // 32 * 16 + t % 32 // 4
-        col = chunk % c.col_chunks * c.chunk_cols + t % 4 * 2
+        row, col = c.origin(chunk, t)
         values = cute.make_rmem_tensor(cute.make_layout((4, c.vectors)), Float32)
         cute.autovec_copy(
             cute.make_tensor(source, cute.make_layout((4, c.vectors), stride=(1, 512))), values
         )
         for j in cutlass.range_constexpr(c.vectors):
-            for h in cutlass.range_constexpr(2):
-                pair = cute.make_rmem_tensor(2, mOut.element_type)
-                for i in cutlass.range_constexpr(2):
-                    pair[i] = (values[2 * h + i, j] * scale).to(mOut.element_type)
-                at = sOut.iterator + layout((row + 8 * h, col + 8 * j))
-                cute.autovec_copy(pair, cute.make_tensor(at.align(4), cute.make_layout(2)))
+            for rows, cols, first, count in c.runs(j):
+                run = cute.make_rmem_tensor(count, mOut.element_type)
+                for i in cutlass.range_constexpr(count):
+                    run[i] = (values[first + i, j] * scale).to(mOut.element_type)
+                at = (sOut.iterator + layout((row + rows, col + cols))).align(2 * count)
+                cute.autovec_copy(run, cute.make_tensor(at, cute.make_layout(count)))
         cute.arch.sync_threads()
         self.write(sOut, mOut, (batch, block, head))
 

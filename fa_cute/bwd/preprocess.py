@@ -1,6 +1,6 @@
 """First kernel of the backward: row statistics, and zeros where the main kernel adds.
 
-lse_log2 = lse * log2(e)           +inf where a row sees nothing or does not exist: then P = exp2(S - inf) = 0
+lse_log2 = lse * log2(e); +inf where a row sees nothing or does not exist: P = exp2(S - inf) = 0
 delta    = rowsum(dout * out) - dlse
 """
 
@@ -31,7 +31,9 @@ def vector_of(tensor: cute.Tensor, coord) -> cute.Tensor:
 
 
 def sizes_of(mQ: cute.Tensor, mK: cute.Tensor) -> Sizes:
-    """Dynamic sizes as 64-bit integers: the accumulator of a long batch has more than 2^31 elements."""
+    """Dynamic sizes as 64-bit integers: the accumulator of a long batch has more than 2^31
+    elements.
+    """
     b, sq, h, _ = mQ.shape
     _, sk, hk, _ = mK.shape
     return Sizes(*(Int64(x) for x in (b, h, hk, sq, sk)))

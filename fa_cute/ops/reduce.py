@@ -24,9 +24,11 @@ def _asm(operands, text, constraints, loc, ip) -> None:
 
 @dsl_user_op
 def bulk_add_f32(dst: cute.Pointer, src: cute.Pointer, num_bytes, *, loc=None, ip=None) -> None:
-    """Add ``num_bytes`` of fp32 in shared memory to global memory, asynchronously, in the thread's bulk group.
+    """Add ``num_bytes`` of fp32 in shared memory to global memory, asynchronously, in the thread's
+    bulk group.
 
-    Both pointers 16-byte aligned; each element is one relaxed atomic add (PTX ISA, cp.reduce.async.bulk).
+    Both pointers 16-byte aligned; each element is one relaxed atomic add (PTX ISA,
+    cp.reduce.async.bulk).
     """
     operands = [
         dst.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
@@ -42,4 +44,6 @@ def add_f32x4(dst: cute.Pointer, a, b, c, d, *, loc=None, ip=None) -> None:
     """Add four fp32 values to 16 aligned bytes of global memory; relaxed, at gpu scope (sm_90)."""
     operands = [dst.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
-    _asm(operands, "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f", loc, ip)
+    _asm(
+        operands, "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f", loc, ip
+    )

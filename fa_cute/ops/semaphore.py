@@ -1,7 +1,9 @@
 """Counters in global memory that let CTAs pass in a fixed order.
 
-A turnstile is an int32 that starts at 0. Whoever has rank ``r`` waits until it equals ``r``, does its work, and adds 1.
-Ranks count from 0 without gaps, and nobody waits for a CTA that is launched later than itself, so no set of resident
+A turnstile is an int32 that starts at 0. Whoever has rank ``r`` waits until it equals ``r``, does
+its work, and adds 1.
+Ranks count from 0 without gaps, and nobody waits for a CTA that is launched later than itself, so
+no set of resident
 CTAs can wait for one that has not started.
 """
 
@@ -13,7 +15,9 @@ from cutlass import Int32
 
 @cute.jit
 def wait_turn(counter: cute.Pointer, rank: Int32):
-    """Spin until the counter equals ``rank``; one thread. What earlier ranks did before `pass_turn` is visible after."""
+    """Spin until the counter equals ``rank``; one thread. What earlier ranks did before `pass_turn`
+    is visible after.
+    """
     now = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while now != rank:
         now = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")

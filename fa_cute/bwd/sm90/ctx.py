@@ -1,4 +1,6 @@
-"""What every role of the Hopper backward is handed: frozen, so that the DSL reads it and never carries it."""
+"""What every role of the Hopper backward is handed: frozen, so that the DSL reads it and never
+carries it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def make_mmas(cfg: BwdSm90Config, dtype) -> Mmas:
         )
 
     by_keys = (1 if cfg.by_role else CONSUMERS, 1)
-    dq_atoms = {"rows": (CONSUMERS, 1), "cols": (1, CONSUMERS), "turns": (1, 1)}[cfg.dq_split]
+    dq_atoms = {"rows": (CONSUMERS, 1), "cols": (1, CONSUMERS)}[cfg.dq_split]
     return Mmas(
         sdp=mma((K_MAJOR, K_MAJOR), by_keys, cfg.tile_m),
         dv=mma((K_MAJOR, MN_MAJOR), by_keys, cfg.head_dim_v, RMEM),
@@ -82,7 +84,9 @@ def make_mmas(cfg: BwdSm90Config, dtype) -> Mmas:
 
 @dataclass(frozen=True)
 class Globals:
-    """Everything the kernel gets: tensors as TMA sees them, (seqlen, d, heads, batch), and scratch memory."""
+    """Everything the kernel gets: tensors as TMA sees them, (seqlen, d, heads, batch), and scratch
+    memory.
+    """
 
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
@@ -159,7 +163,9 @@ class BwdCtx:
 
 
 def build_pipes(cfg: BwdSm90Config) -> SimpleNamespace:
-    """The plan's edges as pipelines; all of them TMA to threads. The caller fences and synchronises the CTA."""
+    """The plan's edges as pipelines; all of them TMA to threads. The caller fences and synchronises
+    the CTA.
+    """
     pipes = {}
     for edge in cfg.topology.edges:
         assert edge.via is Via.TMA_ASYNC
@@ -194,5 +200,7 @@ def build_smem(cfg: BwdSm90Config, dtype) -> SimpleNamespace:
 
 
 def warpgroup_slice(tiled: cute.TiledMma, index):
-    """The part of a tiled product that warpgroup ``index`` has a hand in (descriptors, not registers)."""
+    """The part of a tiled product that warpgroup ``index`` has a hand in (descriptors, not
+    registers).
+    """
     return tiled.get_slice(index * WARPGROUP_THREADS)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
-from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
+from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
 from fa_cute.ops import mask
 from fa_cute.ops.reduce import add_f32x4, bulk_add_f32
 from fa_cute.ops.semaphore import pass_turn, wait_turn
@@ -47,7 +47,9 @@ class Turnstile:
 
     @cute.jit
     def end(self, cx: BwdCtx, m_block):
-        """The additions themselves must be complete, not just the buffer read, before the next turn."""
+        """The additions themselves must be complete, not just the buffer read, before the next
+        turn.
+        """
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.fence_proxy("async.global")
         pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
@@ -107,8 +109,7 @@ class DqStore:
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
             for chunk in cutlass.range_constexpr(chunks.num):
-                # in turns, one warpgroup writes all of the tile
-                w = m_block % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
+                w = chunk  # each warpgroup writes one
                 cute.arch.barrier(barrier_id=full + w, number_of_threads=STORE_THREADS)
                 if elected:
                     if const_expr(chunk == 0):
@@ -125,8 +126,7 @@ class DqStore:
                     self.drained(cx, 1 - w)  # the other warpgroup is next
             if const_expr(not shared):
                 for chunk in cutlass.range_constexpr(chunks.num):
-                    w = m_block % CONSUMERS if const_expr(c.dq_split == "turns") else chunk
-                    self.drained(cx, w)
+                    self.drained(cx, chunk)
         if elected:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 

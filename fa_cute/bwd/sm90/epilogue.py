@@ -81,7 +81,8 @@ def meet(cx: BwdCtx):
 
 @dataclass(frozen=True)
 class Store:
-    """One query head per kv head: in the tensor's dtype, through the shared memory of K and V, by TMA.
+    """One query head per kv head: in the tensor's dtype, through the shared memory of K and V, by
+    TMA.
 
     ``run(cx, ((gradient, registers), ...), lane, thread)`` with what the caller has of both.
     """

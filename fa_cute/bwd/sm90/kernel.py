@@ -13,7 +13,6 @@ from fa_cute import sched
 from fa_cute.bwd.args import BwdSpec, workspace
 from fa_cute.bwd.postprocess import BwdPostprocess
 from fa_cute.bwd.preprocess import BwdPreprocess, sizes_of
-from fa_cute.bwd.sm90.consumer import Consumer
 from fa_cute.bwd.sm90.ctx import (
     DTYPES,
     BwdCtx,
@@ -25,8 +24,9 @@ from fa_cute.bwd.sm90.ctx import (
 )
 from fa_cute.bwd.sm90.dq_store import AnyOrder, Buffered, Direct, DqStore, Turnstile
 from fa_cute.bwd.sm90.epilogue import Add, Store
-from fa_cute.bwd.sm90.lockstep import Consumer as Lockstep
+from fa_cute.bwd.sm90.lagged import Lagged
 from fa_cute.bwd.sm90.load import Load
+from fa_cute.bwd.sm90.lockstep import Lockstep
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.roles import Keys, Values
 from fa_cute.ops.arith import ceil_div
@@ -45,7 +45,8 @@ class Idle:
 class BwdSm90:
     """The whole backward of one call: preprocess, main kernel, postprocess.
 
-    ``__call__(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale, stream)``: tensors as the user holds them, ``dlse``
+    ``__call__(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale, stream)``: tensors as the
+    user holds them, ``dlse``
     may be None, ``work`` is `args.workspace_floats` fp32 elements, uninitialised.
     """
 
@@ -92,7 +93,9 @@ def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
 
 
 def as_tma(tensor: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch); row strides are multiples of 16 bytes by contract."""
+    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch); row strides are multiples of 16 bytes
+    by contract.
+    """
     units = 128 // tensor.element_type.width
     stride = tuple(s if isinstance(s, int) else cute.assume(s, divby=units) for s in tensor.stride)
     order = (1, 3, 2, 0)
@@ -183,14 +186,16 @@ class Main:
 
     @property
     def program(self):
-        """Role and body, in the order of the warps. Determinism is a matter of which writer and epilogue."""
+        """Role and body, in the order of the warps. Determinism is a matter of which writer and
+        epilogue.
+        """
         spec = self.spec
         epilogue = Add(spec.deterministic) if spec.shares_kv else Store()
         bodies = {
             "load": Load(),
             "dq_store": DqStore(),
             "idle": Idle(),
-            "consumer": Lockstep(epilogue) if self.cfg.lockstep else Consumer(epilogue),
+            "consumer": {"lagged": Lagged, "lockstep": Lockstep}[self.cfg.schedule](epilogue),
             "values": Values(epilogue),
             "keys": Keys(epilogue),
         }

@@ -14,7 +14,9 @@ from fa_cute.bwd.sm90.ctx import BwdCtx
 
 @dataclass(frozen=True)
 class Load:
-    """One warp. Fills load_k, load_v once and load_q, load_do per query block; waits for the consumers' releases."""
+    """One warp. Fills load_k, load_v once and load_q, load_do per query block; waits for the
+    consumers' releases.
+    """
 
     @cute.jit
     def run(self, cx: BwdCtx):

@@ -1,15 +1,11 @@
-"""The two consumer warpgroups: five products per query block, then dK and dV.
+"""Consumers with half of the keys each: both hand over dS and compute dQ in the same step.
 
-A warp is held at a wgmma until the tensor core takes it, so one warpgroup alone overlaps next to nothing: what fills the
-tensor core while a warpgroup computes exp2 is the other one. They take turns, block of products by block:
+    S = K Q^T, dP = V dO^T     P while dP runs
+    dS, to shared memory
+    dV += P dO                 the other warpgroup's dS arrives meanwhile
+    dQ = dS K, dK += dS Q      dQ is handed over while dK runs
 
-    warpgroup 0   A(0) | exp2, dS  | B(0) |  dQ   | A(1) | exp2, dS  | B(1) ...
-    warpgroup 1        | A(0) | exp2, dS  | B(0) |  dQ   | A(1) | exp2, dS  | ...
-
-    A(j): S = K Q^T, dP = V dO^T        B(j): dQ(j - 1) = dS K, dV += P dO, dK += dS Q
-
-dQ lags by one step because it needs the dS of both; its turn comes after the other's dS is written, so the turns are
-also the only synchronisation that sdS needs.
+``ahead``: S and dP of the next block are issued behind dK, before that is waited for.
 """
 
 from __future__ import annotations
@@ -22,58 +18,37 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from fa_cute.bwd.sm90.ctx import BwdCtx, warpgroup_slice
+from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.epilogue import DK, DV
-from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS, WGMMA_ROWS
+from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
     apply_mask,
-    ds_copy,
     gemm,
     operand,
     probabilities,
     score_gradient,
     share_ds,
     signal_ds,
-    transposed,
     wait_ds,
 )
 
 
 @dataclass(frozen=True)
-class Parts:
-    """One warpgroup's operands: descriptors with a stage mode where the field has one."""
-
-    tSrK: Any
-    tSrQ: Any
-    tdPrV: Any
-    tdPrdO: Any
-    tdVrdO: Any
-    tdKrQ: Any
-    tdQrdS: Any
-    tdQrK: Any
-    ds_copy: Any  # tiled copy registers -> sdS
-    tdSsdS: Any  # its destination (CPY, ..., STAGE)
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """Eight warps in two groups. Waits load_*, turn_<own>, dq_empty_<own>; releases load_q, load_do, signals
-    turn_<other>, dq_full_<own>."""
+class Lockstep:
+    """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
+    load_do,
+    signals ds_<own>, dq_full_<own>."""
 
     epilogue: Any
 
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
-        thread = cute.arch.thread_idx()[0] - c.warps["consumer"].start * 32
-        wg = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        lane = Lane(wg, thread % WARPGROUP_THREADS, wg * WGMMA_ROWS)
-        parts = self.parts(cx, thread, wg)
-        dK = accumulator(cx.mmas.dk, c.tile_n, c.head_dim)
-        dV = accumulator(cx.mmas.dv, c.tile_n, c.head_dim_v)
-
+        thread, lane = stand(cx)
+        parts = operands(cx, thread, lane.wg)
+        dK, dV = results(cx)
         k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
         blocks = cx.q_blocks()
@@ -132,7 +107,8 @@ class Consumer:
         rP = operand(cx, P, cx.mmas.dv)
         score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
         rdS = operand(cx, dP, cx.mmas.dk)
-        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before it
+        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before
+        # it
         # signalled dS(m - 1), and that we have waited for.
         share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % 2], rdS)
         signal_ds(cx, lane.wg, m_block)
@@ -145,22 +121,3 @@ class Consumer:
         do_full.release()
         warpgroup.wait_group(1)  # dQ
         cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
-
-    def parts(self, cx: BwdCtx, thread, wg) -> Parts:
-        """Descriptors of this warpgroup's operands, and where its dS goes."""
-        s, m = cx.smem, cx.mmas
-        sdp, dv, dk = (warpgroup_slice(x, wg) for x in (m.sdp, m.dv, m.dk))
-        dq = warpgroup_slice(m.dq, 0 if cx.cfg.dq_split == "turns" else wg)
-        copy = ds_copy(cx)
-        return Parts(
-            tSrK=sdp.make_fragment_A(sdp.partition_A(s.sK)),
-            tSrQ=sdp.make_fragment_B(sdp.partition_B(s.sQ)),
-            tdPrV=sdp.make_fragment_A(sdp.partition_A(s.sV)),
-            tdPrdO=sdp.make_fragment_B(sdp.partition_B(s.sdO)),
-            tdVrdO=dv.make_fragment_B(dv.partition_B(transposed(s.sdO))),
-            tdKrQ=dk.make_fragment_B(dk.partition_B(transposed(s.sQ))),
-            tdQrdS=dq.make_fragment_A(dq.partition_A(s.sdS)),
-            tdQrK=dq.make_fragment_B(dq.partition_B(transposed(s.sK))),
-            ds_copy=copy,
-            tdSsdS=copy.get_slice(thread).partition_D(transposed(s.sdS)),
-        )

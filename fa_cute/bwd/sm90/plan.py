@@ -1,6 +1,7 @@
 """The map of the Hopper backward: warps, edges, shared memory, tile sizes.
 
-One CTA owns ``tile_n`` keys and walks over query blocks of ``tile_m`` rows. Two consumer warpgroups, each with half of
+One CTA owns ``tile_n`` keys and walks over query blocks of ``tile_m`` rows. Two consumer
+warpgroups, each with half of
 the keys, five products per query block (A operand first, R = from registers):
 
     S^T  = K Q^T      (keys x rows)      P^T = exp2(S^T * scale - lse)
@@ -9,7 +10,8 @@ the keys, five products per query block (A operand first, R = from registers):
     dK  += dS^T(R) Q  (keys x d)
     dQ   = dS K       (rows x d)         needs the dS of both warpgroups: through sdS
 
-dQ goes to an fp32 accumulator in global memory, in the order in which the threads hold it ("fragment order"), so that
+dQ goes to an fp32 accumulator in global memory, in the order in which the threads hold it
+("fragment order"), so that
 one bulk reduction moves a contiguous chunk. See `Chunks` for the order; the postprocess undoes it.
 """
 
@@ -37,9 +39,10 @@ class BwdSm90Config:
     split: how the two consumer warpgroups share the work. "keys": 128 keys, half for each, all five
         products. "roles": 64 keys for both, one makes P and dV, the other dS and dK (head dims
         whose dK and dV of 128 keys do not fit in the registers).
-    dq_split: which part of a dQ tile a warpgroup computes: "rows", "cols", or "turns" (all of every
-        other tile, where half of the columns would cut a swizzle atom).
-    dq_direct: dQ goes from the registers to the accumulator, not through shared memory.
+    dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
+    dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
+    schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
+    ahead: "lockstep" issues the next S and dP before it waits for dK.
     """
 
     head_dim: int
@@ -51,9 +54,7 @@ class BwdSm90Config:
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
-    turns: bool = True
-    offset: bool = True
-    lockstep: bool = False
+    schedule: str = "lagged"
     ahead: bool = False
     scheduler: str = "single"
     consumer_regs: int = 240
@@ -64,8 +65,15 @@ class BwdSm90Config:
             raise PlanError(f"split is {self.split!r}; 'keys' or 'roles'")
         if self.tile_m % WGMMA_ROWS:
             raise PlanError(f"tile_m is {self.tile_m}; a multiple of {WGMMA_ROWS}, wgmma's rows")
-        if self.dq_split not in ("rows", "cols", "turns"):
-            raise PlanError(f"dq_split is {self.dq_split!r}; 'rows', 'cols' or 'turns'")
+        if self.dq_split not in ("rows", "cols"):
+            raise PlanError(f"dq_split is {self.dq_split!r}; 'rows' or 'cols'")
+        if self.schedule not in ("lagged", "lockstep"):
+            raise PlanError(f"schedule is {self.schedule!r}; 'lagged' or 'lockstep'")
+        if self.ds_stages < self.ds_stages_needed:
+            raise PlanError(
+                f"ds_stages is {self.ds_stages}; at least {self.ds_stages_needed}: a warpgroup "
+                "would overwrite dS that the other one may still be reading"
+            )
         _ = self.dq_chunks
         self.topology.check(self.warps, self.smem)
 
@@ -79,6 +87,11 @@ class BwdSm90Config:
     @property
     def by_role(self) -> bool:
         return self.split == "roles"
+
+    @property
+    def ds_stages_needed(self) -> int:
+        """dS of a step and of those whose dQ the other warpgroup may not have finished."""
+        return 2 if self.by_role or self.schedule == "lockstep" else 3
 
     @property
     def tile_n(self) -> int:
@@ -102,7 +115,7 @@ class BwdSm90Config:
         """Layout of a dQ tile in the accumulator."""
         if self.dq_split == "rows":
             return Chunks(self.tile_m, self.head_dim, self.tile_m // WGMMA_ROWS, 1)
-        return Chunks(self.tile_m, self.head_dim, 1, CONSUMERS if self.dq_split == "cols" else 1)
+        return Chunks(self.tile_m, self.head_dim, 1, CONSUMERS)
 
     @property
     def dk_chunks(self) -> Chunks:
@@ -123,7 +136,7 @@ class BwdSm90Config:
         m, n, d, dv = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
         sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, self.dq_buffers)
         # P in fragment order, from the warpgroup that makes it to the one that needs it for dS
-        sP = SmemField("sP", m * n * ELEMENT_BYTES, 1 if self.turns else 2)
+        sP = SmemField("sP", m * n * ELEMENT_BYTES)
         return SmemPlan(
             (
                 SmemField("sK", n * d * ELEMENT_BYTES),
@@ -147,9 +160,8 @@ class BwdSm90Config:
         """
         load --k, v-----> consumer (0, 1) --dq_full---> dq_store --> global accumulator
              --q, do-->                  <--dq_empty--
-        consumer 0 <--turn--> consumer 1;  split by role: 0 (values) --p_full--> 1 (keys)
+        consumer 0 <--ds--> consumer 1;  by role: values <--turn--> keys, values --p_full--> keys
         """
-        both = WARPGROUP_THREADS * CONSUMERS
         all_ = ("values", "keys") if self.by_role else ("consumer",)
         v_users = ("keys",) if self.by_role else all_
         buffers = tuple(
@@ -157,14 +169,13 @@ class BwdSm90Config:
             for what in ("full", "empty")
             for w in range(CONSUMERS)
         )
-        order = tuple(Barrier(f"turn_{w}", all_, both) for w in range(CONSUMERS))
-        if not self.turns:
-            sides = 1 if self.by_role else CONSUMERS
-            order += tuple(
-                Barrier(f"ds_{w}{s}", all_, both) for w in range(sides) for s in range(2)
-            )
-            if self.by_role:
-                order += (Barrier("keys", ("keys",)),)
+        if self.by_role:
+            # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
+            order = tuple(Barrier(f"turn_{w}", all_) for w in range(CONSUMERS))
+            order += (Barrier("p_full", all_),)
+        else:
+            # ds_<w><m % 2>: warpgroup w's dS of step m is written; consecutive ids
+            order = tuple(Barrier(f"ds_{w}{s}", all_) for w in range(CONSUMERS) for s in range(2))
         q, do = self.q_stages, self.do_stages
         return Topology(
             (
@@ -173,35 +184,36 @@ class BwdSm90Config:
                 Edge("load_q", Via.TMA_ASYNC, "load", all_, q, tx=("sQ", "sLse")),
                 Edge("load_do", Via.TMA_ASYNC, "load", all_, do, tx=("sdO", "sDelta")),
             ),
-            (
-                # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
-                *order,
-                Barrier("epilogue", all_),
-                *((Barrier(f"p_full_{s}", all_) for s in range(2)) if self.by_role else ()),
-                *(() if self.dq_direct else buffers),
-            ),
+            (*order, Barrier("epilogue", all_), *(() if self.dq_direct else buffers)),
         )
 
 
-# head dims of the tiles and how they are cut; a problem takes the first row that holds its head dims
+# Head dims of the tiles and how they are cut; a problem takes the first row that holds its head
+# dims.
 TILES = (
-    {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows"},
-    {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "dq_split": "turns"},
-    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64},
+    {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows", "ds_stages": 3},
+    {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "ds_stages": 3},
+    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64, "ds_stages": 3},
     {"head_dim": 192, "head_dim_v": 128, "tile_m": 64, "split": "roles"},
     {"head_dim": 192, "head_dim_v": 192, "tile_m": 64, "split": "roles"},
     {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
 )
+# Without an order to keep, these are faster with dQ straight from the registers.
+DIRECT = {
+    64: {"dq_direct": True},
+    192: {"dq_direct": True},
+    256: {"dq_direct": True, "do_stages": 2},
+}
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
-    order = "single"
-    if spec.deterministic:
-        order = "spt" if spec.causal else "ascending"
     for row in TILES:
-        if spec.head_dim <= row["head_dim"] and spec.head_dim_v <= row["head_dim_v"]:
-            return BwdSm90Config(**row, scheduler=order)
+        if spec.head_dim > row["head_dim"] or spec.head_dim_v > row["head_dim_v"]:
+            continue
+        if spec.deterministic:
+            return BwdSm90Config(**row, scheduler="spt" if spec.causal else "ascending")
+        return BwdSm90Config(**{**row, **DIRECT.get(row["head_dim"], {})})
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "
         f"on sm90; implemented: up to {[(r['head_dim'], r['head_dim_v']) for r in TILES]}"

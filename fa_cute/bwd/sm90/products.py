@@ -1,4 +1,5 @@
-"""What the consumers of both splits have in common: issuing a product, and the arithmetic between the
+"""What the consumers of both splits have in common: issuing a product, and the arithmetic between
+the
 products, on registers in wgmma's order r = 4 j + 2 h + i (row + 8 h, column 8 j + i of a thread).
 """
 
@@ -20,7 +21,9 @@ BOTH = CONSUMERS * WARPGROUP_THREADS
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands: its warpgroup, its index in it, and the row and column of its first accumulator."""
+    """Where a thread stands: its warpgroup, its index in it, and the row and column of its first
+    accumulator.
+    """
 
     wg: Any
     t: Int32

@@ -3,12 +3,16 @@
     values   A(j): S = K Q^T    | P = exp2(S)         | B(j): dQ(j - 1) left,  dV += P dO  | ...
     keys     A(j): dP = V dO^T  | dS = P (dP - delta) | B(j): dQ(j - 1) right, dK += dS Q  | ...
 
-dK and dV of 64 keys and 256 columns fill half the registers of a warpgroup each, so one has dV and the
-other dK, both with their left operand in registers. P goes from `values` to `keys` in 16 bits (what dV
+dK and dV of 64 keys and 256 columns fill half the registers of a warpgroup each, so one has dV and
+the
+other dK, both with their left operand in registers. P goes from `values` to `keys` in 16 bits (what
+dV
 uses too), fragment for fragment, through shared memory.
 
-Turns on the tensor core go values, keys, values, keys; they order all there is to order about sdS and
-sP: dS(j - 1) is written before keys' B(j - 1), which is before both B(j); stage j % 2 is written again
+Turns on the tensor core go values, keys, values, keys; they order all there is to order about sdS
+and
+sP: dS(j - 1) is written before keys' B(j - 1), which is before both B(j); stage j % 2 is written
+again
 after keys' A(j + 2), and values' dQ(j) was complete before it passed the turn of keys' B(j + 1).
 """
 
@@ -67,33 +71,21 @@ class DqHalf:
         gemm(cx.mmas.dq, dQ, self.tdQrdS[None, None, None, m_block % 2], self.tdQrK, False)
         return dQ
 
-    def wait(self, cx: BwdCtx, m_block, lane: Lane):
-        """dS of a step is written by all of keys (where no turns order that)."""
-        if lane.wg == VALUES:
-            barrier = cx.barrier_id("ds_00") + m_block % 2
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=BOTH)
-        else:
-            own = cx.barrier_id("keys")
-            cute.arch.barrier(barrier_id=own, number_of_threads=WARPGROUP_THREADS)
-
     @cute.jit
     def last(self, cx: BwdCtx, m_block, lane: Lane):
         """dQ of the last query block. Nobody takes a turn after keys'."""
-        if const_expr(cx.cfg.turns):
-            take_turn(cx, lane.wg)
-            if const_expr(lane.wg == VALUES):
-                pass_turn(cx, lane.wg)
-        else:
-            self.wait(cx, m_block, lane)
+        take_turn(cx, lane.wg)
+        if const_expr(lane.wg == VALUES):
+            pass_turn(cx, lane.wg)
         dQ = self.issue(cx, m_block)
         warpgroup.wait_group(0)
         cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
 
 
-def exchange(cx: BwdCtx, lane: Lane, m_block) -> cute.Tensor:
+def exchange(cx: BwdCtx, lane: Lane) -> cute.Tensor:
     """A thread's P in sP: 16-byte vectors, threads side by side."""
     num = cx.cfg.tile_m // 2
-    start = (cx.smem.sP[None, m_block % cx.cfg.smem["sP"].stages].iterator + lane.t * 8).align(16)
+    start = (cx.smem.sP[None, 0].iterator + lane.t * 8).align(16)
     return cute.make_tensor(
         start, cute.make_layout((8, num // 8), stride=(1, 8 * WARPGROUP_THREADS))
     )
@@ -106,7 +98,8 @@ def vectors(fragment: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full, turn_1,
+    """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full,
+    turn_1,
     dq_full_0, releases load_q, load_do."""
 
     epilogue: Any
@@ -141,11 +134,9 @@ class Values:
         tSrK, tSrQ, tdVrdO, half = operands
         m_block, q_full, do_full = at
         S = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
-        if const_expr(cx.cfg.turns):
-            take_turn(cx, VALUES)
+        take_turn(cx, VALUES)
         gemm(cx.mmas.sdp, S, tSrK, tSrQ[None, None, None, q_full.index], False)
-        if const_expr(cx.cfg.turns):
-            pass_turn(cx, VALUES)
+        pass_turn(cx, VALUES)
         warpgroup.wait_group(0)
         probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
         q_full.release()
@@ -153,21 +144,17 @@ class Values:
         if m_block < blocks.full_lo or m_block >= blocks.full_hi:
             apply_mask(cx, S, m_block, lane)
         rP = operand(cx, S, cx.mmas.dv)
-        cute.autovec_copy(vectors(rP), exchange(cx, lane, m_block))
-        p_full = cx.barrier_id("p_full_0") + m_block % 2
+        cute.autovec_copy(vectors(rP), exchange(cx, lane))
+        p_full = cx.barrier_id("p_full")
         cute.arch.barrier_arrive(barrier_id=p_full, number_of_threads=BOTH)
 
-        if const_expr(cx.cfg.turns):
-            take_turn(cx, VALUES)
-        elif const_expr(not first):
-            half.wait(cx, m_block - 1, lane)
+        take_turn(cx, VALUES)
         if const_expr(not first):
             dQ = half.issue(cx, m_block - 1)
         gemm(cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index], not first)
         if const_expr(not first):
             warpgroup.wait_group(1)  # dQ
-        if const_expr(cx.cfg.turns):
-            pass_turn(cx, VALUES)
+        pass_turn(cx, VALUES)
         if const_expr(not first):
             cx.writer.hand_over(cx, dQ, m_block - 1, lane, VALUES)
         warpgroup.wait_group(0)  # dV
@@ -176,7 +163,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Keys:
-    """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals turn_0,
+    """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals
+    turn_0,
     dq_full_1, releases load_q, load_do."""
 
     epilogue: Any
@@ -195,8 +183,7 @@ class Keys:
         dK = accumulator(m.dk, c.tile_n, c.head_dim)
         k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
-        if const_expr(c.turns):
-            pass_turn(cx, KEYS)  # the first turn is values'
+        pass_turn(cx, KEYS)  # the first turn is values'
         k.wait()
         v.wait()
         blocks = cx.q_blocks()
@@ -215,43 +202,35 @@ class Keys:
         tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS = operands
         m_block, q_full, do_full = at
         dP = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
-        if const_expr(cx.cfg.turns):
-            take_turn(cx, KEYS)
+        take_turn(cx, KEYS)
         gemm(cx.mmas.sdp, dP, tdPrV, tdPrdO[None, None, None, do_full.index], False)
-        if const_expr(cx.cfg.turns):
-            pass_turn(cx, KEYS)
+        pass_turn(cx, KEYS)
         warpgroup.wait_group(0)
-        P = self.probabilities(cx, m_block, lane)
+        P = self.probabilities(cx, lane)
         score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
         do_full.release()
         rdS = operand(cx, dP, cx.mmas.dk)
         share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
 
-        if const_expr(cx.cfg.turns):
-            take_turn(cx, KEYS)
-        else:
-            # values may use it; our own warps have all been at p_full since they wrote the one before
-            written = cx.barrier_id("ds_00") + m_block % 2
-            cute.arch.barrier_arrive(barrier_id=written, number_of_threads=BOTH)
+        take_turn(cx, KEYS)
         if const_expr(not first):
             dQ = half.issue(cx, m_block - 1)
         gemm(cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index], not first)
         if const_expr(not first):
             warpgroup.wait_group(1)  # dQ
-        if const_expr(cx.cfg.turns):
-            pass_turn(cx, KEYS)
+        pass_turn(cx, KEYS)
         if const_expr(not first):
             cx.writer.hand_over(cx, dQ, m_block - 1, lane, KEYS)
         warpgroup.wait_group(0)  # dK
         q_full.release()
 
     @cute.jit
-    def probabilities(self, cx: BwdCtx, m_block, lane: Lane):
+    def probabilities(self, cx: BwdCtx, lane: Lane):
         """P from values, widened; values writes the next one only after our B of this step."""
-        p_full = cx.barrier_id("p_full_0") + m_block % 2
+        p_full = cx.barrier_id("p_full")
         cute.arch.barrier(barrier_id=p_full, number_of_threads=BOTH)
         rP = cute.make_rmem_tensor(cx.cfg.tile_m // 2, cx.smem.sP.element_type)
-        cute.autovec_copy(exchange(cx, lane, m_block), vectors(rP))
+        cute.autovec_copy(exchange(cx, lane), vectors(rP))
         P = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
         flat(P).store(rP.load().to(P.element_type))
         return P

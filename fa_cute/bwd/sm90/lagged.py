@@ -1,0 +1,108 @@
+"""Consumers with half of the keys each: dQ lags one step behind.
+
+    A(j): S = K Q^T, dP = V dO^T
+          P, dS, to shared memory
+    B(j): dQ(j - 1) = dS K, dV += P dO, dK += dS Q
+
+dQ of a step needs the dS of both warpgroups. A whole step later it is there without anybody
+waiting, so
+the warpgroups may be up to a step apart, and one computes exp2 while the other has the tensor core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from fa_cute.bwd.sm90.ctx import BwdCtx
+from fa_cute.bwd.sm90.epilogue import DK, DV
+from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
+from fa_cute.bwd.sm90.products import (
+    Lane,
+    accumulator,
+    apply_mask,
+    gemm,
+    operand,
+    probabilities,
+    score_gradient,
+    share_ds,
+    signal_ds,
+    wait_ds,
+)
+
+
+@dataclass(frozen=True)
+class Lagged:
+    """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
+    load_do,
+    signals ds_<own>, dq_full_<own>."""
+
+    epilogue: Any
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        thread, lane = stand(cx)
+        parts = operands(cx, thread, lane.wg)
+        dK, dV = results(cx)
+        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
+        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        blocks = cx.q_blocks()
+        k.wait()
+        v.wait()
+        q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+        self.step(cx, parts, (dK, dV), (blocks.lo, q_full, do_full), lane, True)
+        for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
+            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+            self.step(cx, parts, (dK, dV), (m_block, q_full, do_full), lane, False)
+        dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
+        warpgroup.wait_group(0)
+        cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
+        self.epilogue.run(cx, ((DV, dV), (DK, dK)), lane, thread)
+
+    @cute.jit
+    def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, first: cutlass.Constexpr[bool]):
+        """One query block, and dQ of the one before; nothing is in flight between steps."""
+        c, (dK, dV) = cx.cfg, accs
+        m_block, q_full, do_full = at
+        S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
+        gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
+        gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
+        warpgroup.wait_group(1)  # S
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
+        blocks = cx.q_blocks()
+        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
+            apply_mask(cx, S, m_block, lane)
+        rP = operand(cx, S, cx.mmas.dv)
+        warpgroup.wait_group(0)  # dP
+        score_gradient(cx, S, dP, cx.smem.sDelta[None, do_full.index], lane)
+        rdS = operand(cx, dP, cx.mmas.dk)
+        # Stage m % 3 was last read by dQ(m - 3): ours was waited for, and the other warpgroup had
+        # waited for its own when it signalled dS(m - 2), which we have waited for.
+        share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % c.ds_stages], rdS)
+
+        if const_expr(not first):
+            dQ = self.query_gradient(cx, parts, m_block - 1, lane)
+        gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
+        gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], not first)
+        if const_expr(not first):
+            warpgroup.wait_group(2)  # dQ
+        signal_ds(cx, lane.wg, m_block)
+        if const_expr(not first):
+            cx.writer.hand_over(cx, dQ, m_block - 1, lane, lane.wg)
+        warpgroup.wait_group(1)  # dV
+        do_full.release()
+        warpgroup.wait_group(0)  # dK
+        q_full.release()
+
+    def query_gradient(self, cx: BwdCtx, parts: Parts, m_block, lane: Lane) -> cute.Tensor:
+        """dQ = dS K issued, once the other warpgroup's dS is there; its registers."""
+        dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
+        stage = m_block % cx.cfg.ds_stages
+        wait_ds(cx, lane.wg, m_block)
+        gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, stage], parts.tdQrK, False)
+        return dQ
