@@ -115,17 +115,8 @@ def multiply(cta, steps: tuple[Step, ...], ins: Instr) -> None:
     """D = A B (+ D) of all steps, for one CTA or a pair."""
     first = steps[0]
     shape, n = first.shape, first.shape.n
-    ctas = (
-        [cta]
-        if first.cta_group == 1
-        else [cta.cluster.ctas[cta.rank & ~1], cta.cluster.ctas[cta.rank | 1]]
-    )
-    rows_b = n // len(ctas)
-    b = (
-        np.concatenate([_smem_b(c, steps, rows_b, ins) for c in ctas])
-        if len(ctas) > 1
-        else _smem_b(cta, steps, rows_b, ins)
-    )
+    ctas = _executing(cta, first.cta_group)
+    b = _joined([_smem_b(c, steps, n // len(ctas), ins) for c in ctas])
     if shape.negate_b:
         b = -b
     lane_base = first.d >> 16 & 16
@@ -147,6 +138,16 @@ def multiply(cta, steps: tuple[Step, ...], ins: Instr) -> None:
     cta.machine.counters["mma.flops"] += 2 * shape.m * n * shape.k * len(steps)
 
 
+def _executing(cta, cta_group: int) -> list:
+    """The CTAs whose memories an instruction works on: this one, or its pair, even rank first."""
+    ctas = cta.cluster.ctas
+    return [cta] if cta_group == 1 else [ctas[cta.rank & ~1], ctas[cta.rank | 1]]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _smem_b(cta, steps, rows: int, ins: Instr) -> np.ndarray:
     """(rows, all K) float32 of B."""
     shape = steps[0].shape
@@ -156,16 +157,10 @@ def _smem_b(cta, steps, rows: int, ins: Instr) -> np.ndarray:
 
 
 def _a_transposed(cta, steps, block, ins: Instr) -> np.ndarray:
-    """(all K, rows) float32 of the CTA's A; from tensor memory, the rows of the block's own
-    lanes.
-    """
+    """(all K, rows) float32 of the CTA's A; from tensor memory, of the block's own lanes."""
     shape = steps[0].shape
     if isinstance(steps[0].a, int):
-        a = (
-            np.concatenate([_tmem_a(cta, s, block, ins) for s in steps])
-            if len(steps) > 1
-            else _tmem_a(cta, steps[0], block, ins)
-        )
+        a = _joined([_tmem_a(cta, s, block, ins) for s in steps])
     else:
         rows = shape.m // steps[0].cta_group
         descs = tuple(s.a for s in steps)
@@ -191,12 +186,9 @@ def _tmem_a(cta, step: Step, block, ins: Instr) -> np.ndarray:
         halves[:, 0] = words << np.uint32(16)
         halves[:, 1] = words & np.uint32(0xFFFF0000)
         return halves.view(np.float32).reshape(2 * cols, block.rows)
-    raw = (
-        np.ascontiguousarray(words)
-        .view(RAW_TYPE[elem_bytes])
-        .reshape(cols, block.rows, 4 // elem_bytes)
-    )
-    raw = np.ascontiguousarray(raw.transpose(0, 2, 1)).reshape(shape.k, block.rows)
+    raw = np.ascontiguousarray(words).view(RAW_TYPE[elem_bytes])
+    raw = raw.reshape(cols, block.rows, 4 // elem_bytes).transpose(0, 2, 1)
+    raw = np.ascontiguousarray(raw).reshape(shape.k, block.rows)
     return layouts.to_float32(raw, shape.a_type)
 
 
@@ -222,7 +214,7 @@ def _accumulate(cta, first: Step, block, b: np.ndarray, a: np.ndarray, ins: Inst
             d += b @ a
         valid[...] = 1
         return
-    new = _new_values(words, first, b, a, kind)
+    new = _new_values(words, first, b, a)
     if enabled is None:
         words[...] = new
         valid[...] = 1
@@ -231,22 +223,20 @@ def _accumulate(cta, first: Step, block, b: np.ndarray, a: np.ndarray, ins: Inst
         valid[:, enabled] = 1
 
 
-def _new_values(
-    words: np.ndarray, first: Step, b: np.ndarray, a: np.ndarray, kind: str
-) -> np.ndarray:
+def _new_values(words: np.ndarray, first: Step, b: np.ndarray, a: np.ndarray) -> np.ndarray:
     """The raw 32-bit cells of the result."""
-    product = b @ a
-    factor = np.float32(2.0**-first.scale)
-    if kind == "f32":
-        return (product + words.view(np.float32) * factor if first.accumulate else product).view(
-            np.uint32
-        )
-    if kind == "f16":  # in the low half of each cell
+    factor, kind = np.float32(2.0**-first.scale), first.shape.d_type
+    if kind != "s32":
+        product = b @ a
+        if kind == "f16":  # in the low half of each cell
+            if first.accumulate:
+                old = (words & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16)
+                product = product + old.astype(np.float32) * factor
+            return product.astype(np.float16).view(np.uint16).astype(np.uint32)
         if first.accumulate:
-            old = (words & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16)
-            product = product + old.astype(np.float32) * factor
-        return product.astype(np.float16).view(np.uint16).astype(np.uint32)
-    total = product.astype(np.int64)
+            product = product + words.view(np.float32) * factor
+        return product.view(np.uint32)
+    total = (b.astype(np.float64) @ a).astype(np.int64)  # exact: fp32 holds 24 bits only
     if first.accumulate:
         total = total + words.view(np.int32)
     if first.shape.saturate:
@@ -373,7 +363,7 @@ def bind_cp(ins: Instr, k):
         one_issuer(mask, ins, "a copy to tensor memory")
         cta = warp.cta
         taddr, desc = taddr_of(warp, mask), _desc(desc_of(warp, mask), ins)
-        ctas = [cta.cluster.ctas[cta.rank & ~1], cta.cluster.ctas[cta.rank | 1]] if pair else [cta]
+        ctas = _executing(cta, 2 if pair else 1)
 
         def run():
             base, table = layouts.operand_gather(desc, rows, row_bytes, 1, False)

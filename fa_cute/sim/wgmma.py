@@ -165,7 +165,10 @@ class Product:
         form = self.form
         warp = self.shares[0].warp
         b = _smem(warp.cta, [step[1] for step in self.steps], form, "b", self.ins)
-        product = self._a() @ b.T
+        a = self._a()
+        if form.d_type == "s32":
+            a = a.astype(np.float64)  # exact: fp32 holds 24 bits only
+        product = a @ b.T
         warp.machine.counters["mma.flops"] += 2 * product.size * b.shape[1]
         fragments = layouts.d_to_fragment(product)
         rows, accumulate = list(form.d_rows), self.steps[0][2]

@@ -65,7 +65,7 @@ def pattern(rows: int, elem_bytes: int, swizzle: str, mn_major: bool) -> dict:
         if swizzle == "none":
             return {"lbo": rows * 16, "sbo": 128, "steps": [rows * 32 * s for s in range(8)]}
         per_atom = atom // 32
-        steps = [s // per_atom * rows * atom + s % per_atom * 32 for s in range(8)]
+        steps = [s // per_atom * rows * atom + s % per_atom * 32 for s in range(16)]
         return {"lbo": 16, "sbo": 8 * atom, "steps": steps}
     k = 32 // elem_bytes
     if swizzle == "none":  # chunk columns are SBO apart, groups of 8 k LBO apart

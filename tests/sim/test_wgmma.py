@@ -13,7 +13,7 @@ from tests.sim import operands as ops
 from tests.sim.asm import SMEM_BASE, Program, load_image
 
 DATA = 1024
-B_AT = 16384
+B_AT = 32768
 
 
 @dataclass
@@ -149,6 +149,19 @@ def test_element_types(a, b, d, a_in_registers):
     case = Case(32, a, b, d, a_in_registers=a_in_registers)
     atol = {"f16": 3e-2, "f32": 1e-3, "s32": 0}[d]
     np.testing.assert_allclose(case.run(), case.want(), rtol=0, atol=atol)
+
+
+def test_integer_sums_are_exact():
+    """Sixteen steps of large odd bytes: sums of more than the 24 bits of an fp32 product."""
+    case = Case(8, "u8", "u8", "s32", steps=16)
+    for raw, values in ((case.a_raw, case.a), (case.b_raw, case.b)):
+        raw[:] = raw | 0xF1
+        values[:] = raw
+    case.image.bytes[:] = 0xFF
+    case.a_descs = case._place(case.a_raw, SMEM_BASE + DATA, False)
+    case.b_descs = case._place(case.b_raw, SMEM_BASE + DATA + B_AT, False)
+    assert case.want().max() > 2**24
+    np.testing.assert_array_equal(case.run(), case.want())
 
 
 def test_signs():
