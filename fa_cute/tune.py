@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .arch import ARCHS, Arch
 from .bwd.args import BwdSpec
 from .bwd.sm90 import plan as bwd_sm90
+from .bwd.sm100 import plan as bwd_sm100
 from .errors import UnsupportedError
 from .fwd.args import Exp2Split, FwdSpec
 from .fwd.sm90.plan import FwdConfig as FwdSm90Config
@@ -25,7 +26,10 @@ KERNELS = {  # family -> module and class of the forward kernel; imported when a
     "sm90": ("fa_cute.fwd.sm90.kernel", "FwdSm90"),
     "sm100": ("fa_cute.fwd.sm100.kernel", "FwdSm100"),
 }
-BACKWARD_KERNELS = {"sm90": ("fa_cute.bwd.sm90.kernel", "BwdSm90")}
+BACKWARD_KERNELS = {
+    "sm90": ("fa_cute.bwd.sm90.kernel", "BwdSm90"),
+    "sm100": ("fa_cute.bwd.sm100.kernel", "BwdSm100"),
+}
 RATIO_AT_RUN_TIME = ("sm90", "sm100")  # one kernel for MHA, GQA and MQA
 SCALE_OF_ANY_SIGN = ("sm100",)
 
@@ -184,6 +188,8 @@ def backward(spec: BwdSpec, arch: Arch):
     """The config of the backward for a spec; raises UnsupportedError where there is none."""
     if arch.family == "sm90":
         return bwd_sm90.config(spec)
+    if arch.family == "sm100":
+        return bwd_sm100.config(spec, arch)
     raise UnsupportedError(_no_backward(arch))
 
 

@@ -116,3 +116,9 @@ def _store_chunk(row: cute.Tensor, out: SwizzledRow, offset: int, element, i: in
         target = cute.make_ptr(element, address, cute.AddressSpace.smem, assumed_align=PIECE_BYTES)
         piece = cute.make_tensor(target, cute.make_layout(vector))
         cute.copy(store, cute.local_tile(converted, (vector,), (j,)), piece)
+
+
+def row_to_smem(row: cute.Tensor, out: SwizzledRow, offset, element) -> None:
+    """Convert this thread's registers and write them `offset` bytes past `out`."""
+    for i in range(cute.size(row.shape) // CHUNK):
+        _store_chunk(cute.local_tile(row, (CHUNK,), (i,)), out, offset, element, i)

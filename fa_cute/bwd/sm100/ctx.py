@@ -1,0 +1,191 @@
+"""What every role of the SM100 backward is handed: frozen, so the DSL never carries it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers
+
+from ...ops import mask, umma
+from ...ops.arith import ceil_div
+from ...sched import Tile
+from ..args import BwdSpec
+from .plan import BwdConfig
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+@dataclass(frozen=True)
+class Products:
+    """The five matrix products: tiled MMAs, and the layouts of their operands in shared memory.
+
+    K, Q and dO are read in two ways; both layouts describe the same bytes, row-major (rows, cols).
+    """
+
+    cfg: BwdConfig
+    element: Any
+
+    def mma(self, name: str):
+        """Tiled MMA of "s", "dp" (keys x rows), "dv", "dk" (keys x cols) or "dq" (rows x cols)."""
+        c = self.cfg
+        return {
+            "s": lambda: umma.mma_ss(self.element, (c.tile_n, c.tile_m)),
+            "dp": lambda: umma.mma_ss(self.element, (c.tile_n, c.tile_m)),
+            "dv": lambda: umma.mma_ts(self.element, (c.tile_n, c.head_dim_v)),
+            "dk": lambda: umma.mma_ts(self.element, (c.tile_n, c.head_dim)),
+            "dq": lambda: umma.mma_ss(self.element, (c.tile_m, c.head_dim), True, True),
+        }[name]()
+
+    def tile(self, name: str) -> tuple[int, int, int]:
+        """(M, N, K) of a product."""
+        c = self.cfg
+        return {
+            "s": (c.tile_n, c.tile_m, c.head_dim),
+            "dp": (c.tile_n, c.tile_m, c.head_dim_v),
+            "dv": (c.tile_n, c.head_dim_v, c.tile_m),
+            "dk": (c.tile_n, c.head_dim, c.tile_m),
+            "dq": (c.tile_m, c.head_dim, c.tile_n),
+        }[name]
+
+    def layout_a(self, name: str, stages: int = 1):
+        """Shared-memory layout of a product's A operand."""
+        return blackwell_helpers.make_smem_layout_a(
+            self.mma(name), self.tile(name), self.element, stages
+        )
+
+    def layout_b(self, name: str, stages: int = 1):
+        """Shared-memory layout of a product's B operand."""
+        return blackwell_helpers.make_smem_layout_b(
+            self.mma(name), self.tile(name), self.element, stages
+        )
+
+    def rows_layout(self, rows: int, cols: int):
+        """Row-major (rows, cols), as threads write and TMA stores."""
+        return blackwell_helpers.make_smem_layout_epi(
+            self.element, LayoutEnum.ROW_MAJOR, (rows, cols), 1
+        )
+
+    def layouts(self) -> dict:
+        """Field and use -> layout."""
+        c = self.cfg
+        return {
+            "K of s": self.layout_a("s"),
+            "V of dp": self.layout_a("dp"),
+            "Q of s": self.layout_b("s", c.q_stages),
+            "dO of dp": self.layout_b("dp", c.do_stages),
+            "dO of dv": self.layout_b("dv", c.do_stages),
+            "Q of dk": self.layout_b("dk", c.q_stages),
+            "dS of dq": self.layout_a("dq"),
+            "K of dq": self.layout_b("dq"),
+            "dS rows": self.rows_layout(c.tile_n, c.tile_m),
+            "dK rows": self.rows_layout(c.tile_n, c.head_dim),
+            "dV rows": self.rows_layout(c.tile_n, c.head_dim_v),
+        }
+
+
+@dataclass(frozen=True)
+class Globals:
+    """Everything that crosses the kernel boundary: TMA views, scratch memory, scalars."""
+
+    tma_q: cute.CopyAtom
+    tma_k: cute.CopyAtom
+    tma_v: cute.CopyAtom
+    tma_do: cute.CopyAtom
+    tma_dk: Any  # CopyAtom, None where kv heads are shared
+    tma_dv: Any
+    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mK: cute.Tensor  # (seqlen_k, head_dim, heads_kv, batch)
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: Any  # TMA tensor; where kv heads are shared the fp32 accumulator (pointer)
+    mdV: Any
+    mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units
+    mDelta: cute.Tensor
+    dq: cute.Pointer  # fp32 accumulator
+    dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
+    dkv_count: cute.Pointer
+    order: Any  # of the tiles
+    scale: Float32
+    scale_log2: Float32
+
+
+@dataclass(frozen=True)
+class Smem:
+    """The fields of the plan by use; several names may be the same bytes."""
+
+    base: cute.Pointer
+    tmem_address: cute.Pointer
+    layouts: Any
+    plan: Any
+    element: Any
+
+    def operand(self, field: str, use: str) -> cute.Tensor:
+        """A field in the layout of one of its uses."""
+        layout = self.layouts[use]
+        start = self.base + self.plan.offset(field)
+        return cute.make_tensor(
+            cute.recast_ptr(start, layout.inner, dtype=self.element), layout.outer
+        )
+
+    def floats(self, field: str) -> cute.Tensor:
+        """(floats, stages)."""
+        f = self.plan[field]
+        start = cute.recast_ptr(self.base + self.plan.offset(field), dtype=Float32)
+        return cute.make_tensor(start.align(16), cute.make_layout((f.bytes // 4, f.stages)))
+
+
+@dataclass(frozen=True)
+class BwdCtx:
+    """The one argument of a role. `tile` says which keys this CTA owns."""
+
+    cfg: BwdConfig
+    spec: BwdSpec
+    g: Globals
+    smem: Smem
+    pipes: Any  # ops.pipes.EdgePipe by edge name
+    barriers: Any  # NamedBarrier by name
+    products: Products
+    tile: Tile
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    @property
+    def mask(self) -> mask.Band:
+        return mask.causal() if self.spec.causal else mask.full()
+
+    @property
+    def n_block(self):
+        return self.tile.n_block
+
+    @property
+    def head_kv(self):
+        return self.tile.head // self.spec.qhead_per_kvhead
+
+    def q_blocks(self) -> mask.Blocks:
+        """Query blocks of this CTA, at least one, and which of them need no element mask."""
+        c = self.cfg
+        return mask.q_blocks(
+            self.mask, self.n_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k
+        )
+
+    def kv_blocks(self, m_block) -> mask.Blocks:
+        """KV blocks that add to a dQ tile."""
+        c = self.cfg
+        return mask.kv_blocks(self.mask, m_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k)
+
+    def dq_tile(self, m_block):
+        """Number of a dQ tile in the accumulator, 64 bits."""
+        num_m = ceil_div(self.seqlen_q, self.cfg.tile_m)
+        heads = self.g.mQ.shape[2]
+        return (Int64(self.tile.batch) * heads + self.tile.head) * num_m + m_block
+
+    def dkv_tile(self):
+        """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
+        num_n = ceil_div(self.seqlen_k, self.cfg.tile_n)
+        heads = self.g.mK.shape[2]
+        return (Int64(self.tile.batch) * heads + self.head_kv) * num_n + self.n_block

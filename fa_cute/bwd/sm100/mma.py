@@ -1,0 +1,131 @@
+"""MMA role: one warp issues the five products of each query block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...ops import tmem, umma
+from .ctx import BwdCtx
+from .plan import TEAMS
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Descriptors of the operands in shared memory, and of the instructions, by product."""
+
+    k_s: Any
+    q_s: Any
+    v_dp: Any
+    do_dp: Any
+    do_dv: Any
+    q_dk: Any
+    ds_dq: Any
+    k_dq: Any
+    idesc: Any
+
+
+def operands(cx: BwdCtx) -> Operands:
+    """All of them; slots of a ring differ by a step."""
+    p = cx.products
+
+    def a(field: str, product: str):
+        s = cx.smem.operand(field, use := f"{field[1:]} of {product}")
+        return umma.smem_operand(s, p.mma(product).make_fragment_A(s), cx.smem.layouts[use])
+
+    def b(field: str, product: str):
+        s = cx.smem.operand(field, use := f"{field[1:]} of {product}")
+        return umma.smem_operand(s, p.mma(product).make_fragment_B(s), cx.smem.layouts[use])
+
+    def idesc(product: str, a_mn_major: bool = False, b_mn_major: bool = False) -> int:
+        m, n, _ = p.tile(product)
+        return umma.instruction_descriptor(p.element, m, n, a_mn_major, b_mn_major)
+
+    return Operands(
+        k_s=a("sK", "s"),
+        q_s=b("sQ", "s"),
+        v_dp=a("sV", "dp"),
+        do_dp=b("sdO", "dp"),
+        do_dv=b("sdO", "dv"),
+        q_dk=b("sQ", "dk"),
+        ds_dq=a("sdS", "dq"),
+        k_dq=b("sK", "dq"),
+        idesc={
+            "s": idesc("s"),
+            "dp": idesc("dp"),
+            "dv": idesc("dv", b_mn_major=True),
+            "dk": idesc("dk", b_mn_major=True),
+            "dq": idesc("dq", True, True),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One warp.  Waits load_*, compute_p, compute_ds and (through its slot of mma_dq) reduce; feeds
+    mma_s, mma_dp, mma_dq and mma_dkv.
+
+    Also owns the tensor memory: it allocates, and frees when everyone is through.
+    """
+
+    @cute.jit
+    def run(self, cx: BwdCtx):
+        c, pipes = cx.cfg, cx.pipes  # in loops: cx.pipes, which the DSL does not carry
+        tmem.allocate(cx.smem.tmem_address, c.tmem.alloc_cols)
+        cx.barriers.tmem.arrive_and_wait()  # compute and reduce wait for the allocation
+        op = operands(cx)
+        S, dP, dV, dK, dQ = (c.tmem[name].start for name in ("S0", "dP0", "dV", "dK", "dQ"))
+        P = self.packed(cx, "P")
+        dS = self.packed(cx, "dS")
+
+        k, v = pipes.load_k.lane_consumer(0), pipes.load_v.lane_consumer(0)
+        q, do = pipes.load_q.make_consumer(), pipes.load_do.make_consumer()
+        p, ds = pipes.compute_p.lane_consumer(0), pipes.compute_ds.lane_consumer(0)
+        dq = pipes.mma_dq.lane_producer(0)
+        blocks = cx.q_blocks()
+        k.wait_and_advance()
+        q_slot = q.wait_and_advance().index
+        umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"])
+        pipes.mma_s.signal(0)
+        v.wait_and_advance()
+        last = blocks.hi - 1
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            adds = Int32(m_block != blocks.lo)
+            do_full = do.wait_and_advance()
+            dq_free = dq.acquire_and_advance()  # reduce read the dQ that dP replaces
+            umma.product_ss(dP, op.v_dp, 0, op.do_dp, do_full.index, op.idesc["dp"])
+            cx.pipes.mma_dp.signal(0)
+            p.wait_and_advance()
+            umma.product_ts(dV, P, op.do_dv, do_full.index, op.idesc["dv"], adds)
+            do_full.release()
+            q_now = q_slot
+            if m_block != last:
+                # In order behind the product that reads P, which lies over S.
+                q_slot = q.wait_and_advance().index
+                umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"])
+                cx.pipes.mma_s.signal(0)
+            else:
+                cx.pipes.mma_dkv.signal(0)  # dV
+            ds.wait_and_advance()
+            umma.product_ts(dK, dS, op.q_dk, q_now, op.idesc["dk"], adds)
+            cx.pipes.load_q.release_slot(q_now)
+            # In order behind the product that reads dS, over which dQ lies.
+            umma.product_ss(dQ, op.ds_dq, 0, op.k_dq, 0, op.idesc["dq"])
+            dq_free.commit()
+        cx.pipes.mma_dkv.signal(1)  # dK; also, nothing reads K any more
+        dq.tail()
+        cx.barriers.tmem.arrive_and_wait()  # the others' last accesses
+        tmem.free(cx.smem.tmem_address, c.tmem.alloc_cols)
+
+    def packed(self, cx: BwdCtx, name: str) -> tuple[int, ...]:
+        """Columns of the K steps of P or dS: each team's rows are together."""
+        steps = cx.cfg.tile_m // TEAMS // 16
+        return tuple(
+            column
+            for team in range(TEAMS)
+            for column in umma.packed_columns(cx.cfg.tmem[f"{name}{team}"].start, 0, steps)
+        )
