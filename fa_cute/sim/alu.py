@@ -38,6 +38,7 @@ class Code:
         self.kernel = kernel
         self.specials = _specials(kernel)
         env = Env(kernel, symbols)
+        self.local_bytes = env.local_bytes
         handled = set(handled)
         self.rows: list[tuple] = []
         for i, ins in enumerate(kernel.instrs):
@@ -78,6 +79,7 @@ class Core(MemoryMixin):
         self.ctx = SimpleNamespace(
             count=0, budget=1_000_000, unset_count=0, unset_pc=0, unset_addr=0, mark=1
         )
+        self.local = np.zeros((32, code.local_bytes), np.uint8)
         self.specials: dict[str, np.ndarray] = {}
         self.memory = GlobalMemory()
 

@@ -298,7 +298,7 @@ def memory(ins: Instr, env):
             addrs &= FULL
         values = [np.zeros(32, dtype) for _ in items] if load else [end(c) for end in ends]
         for lane in lanes:
-            target = c.bytes_at(int(addrs[lane]), total, space, ins, load)
+            target = c.bytes_at(int(addrs[lane]), total, (space, lane), ins, load)
             for i, value in enumerate(values):
                 part = target[i * size : (i + 1) * size]
                 if load:
@@ -315,7 +315,9 @@ def memory(ins: Instr, env):
 class MemoryMixin:
     """Checked views of the memories, for the reference engine's warp."""
 
-    def bytes_at(self, addr: int, size: int, space: str, ins: Instr, load: bool) -> np.ndarray:
+    def bytes_at(self, addr: int, size: int, place, ins: Instr, load: bool) -> np.ndarray:
+        """`place`: (space, lane)."""
+        space, lane = place
         what = "read" if load else "write"
         if addr % size:
             raise MisuseError(
@@ -323,6 +325,14 @@ class MemoryMixin:
             )
         if space == "generic" and addr >> 60 == 1:
             space, addr = "shared", addr & FULL
+        if space == "generic" and addr >> 60 == 2:
+            space, addr = "local", addr & FULL
+        if space == "local":
+            if addr < 0 or addr + size > self.local.shape[1]:
+                raise OutOfBoundsError(
+                    f"{ins.where}: {ins.op}: {what} at {addr:#x} of local memory"
+                )
+            return self.local[lane, addr : addr + size]
         if space == "shared":
             rank, offset = addr >> 24, addr & 0xFFFFFF
             if rank >= len(self.smem) or not 0x400 <= offset <= len(self.smem[rank]) - size:
@@ -347,6 +357,11 @@ class MemoryMixin:
 
 def cvta(ins: Instr, env):
     inner, out = bits64(ins.operands[1], env), write(ins.operands[0], "b64", env)
+    if ins.has("local"):
+        local = np.uint64(2 << 60)
+        if ins.parts[1] == "to":
+            return lambda c, mask: out(c, mask, inner(c) & ~local)
+        return lambda c, mask: out(c, mask, inner(c) | local)
     if "shared" not in ins.op:
         return lambda c, mask: out(c, mask, inner(c))
     bit = np.uint64(ops.GENERIC_SHARED)

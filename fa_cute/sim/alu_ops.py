@@ -56,6 +56,12 @@ class Env:
     def __init__(self, kernel, symbols: dict[str, int]):
         self.kernel, self.symbols = kernel, symbols
         self.shared = {v.name for v in kernel.shared.values()}
+        self.local: dict[str, int] = {}  # offsets in a lane's local memory
+        self.local_bytes = 0
+        for var in kernel.local.values():
+            self.local_bytes += -self.local_bytes % var.align
+            self.local[var.name] = self.local_bytes
+            self.local_bytes += var.size
 
 
 # ---- operands ----
@@ -122,6 +128,8 @@ def _symbol64(operand: Sym, env: Env):
     if name in env.kernel.param:
         at = env.kernel.param[name].offset + offset
         return lambda c: np.full(32, c.param_address + at, np.uint64)
+    if name in env.local:
+        return lambda c: np.full(32, env.local[name] + offset, np.uint64)
     value = env.symbols[name] + offset
     if name in env.shared:
         return lambda c: np.full(32, c.rank << 24 | value, np.uint64)

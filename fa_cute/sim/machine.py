@@ -81,6 +81,7 @@ class Machine:
         self.asking: list[Warp] = []  # blocked without a Signal: asked again when things happened
         self.spinning: list[Warp] = []  # poll memory: run again when something else happened
         self.fresh_progress = False  # something other than polling happened since the last round
+        self.slices = 0  # whole time slices since some warp last reached a wait
         self.next_cluster = 0
         self.cancelled: set[int] = set()
         self.running: list[Cluster] = []
@@ -140,13 +141,16 @@ class Machine:
     def blocked(self, warp: Warp, wait: Wait) -> None:
         if type(wait) is Spin:
             self.spinning.append(warp)
-        elif wait.source is not None:
+            return
+        self.slices = 0
+        if wait.source is not None:
             wait.source.waiters.append(warp)
         else:
             self.asking.append(warp)
 
     def preempted(self, warp: Warp) -> None:
         """The warp used up its time slice without meeting a handled instruction."""
+        self.slices += 1
         warp.wait = Spin(warp)
         self.spinning.append(warp)
 
@@ -277,7 +281,9 @@ class Machine:
         limit = self.options.limit
         if limit is not None and ctx.count > limit:
             raise SimError(f"warp {warp.index} has executed more than {limit} instructions")
-        if type(warp.wait) is not Spin or ctx.count - before > SPIN_INSTRUCTIONS:
+        if type(warp.wait) is not Spin or (
+            ctx.count - before > SPIN_INSTRUCTIONS and self.slices < MAX_SLICES
+        ):
             self.fresh_progress = True
 
     def run_highest(self) -> None:
@@ -317,6 +323,7 @@ class Machine:
 SLOTS = 4  # clusters that a random schedule may run at once
 PREEMPT = 0.25  # probability that a woken warp goes before the one that woke it (random schedule)
 CHANGE_OF_RANK = 0.005  # probability per step of a priority schedule
+MAX_SLICES = 100  # time slices with nothing but computing, after which it counts as polling
 SPIN_INSTRUCTIONS = 64  # a polling loop is shorter than this
 
 

@@ -342,3 +342,30 @@ def test_schedule_texts():
     assert Schedule.of("random:7") == Schedule("random", "random", 7)
     with pytest.raises(ValueError, match="early, late, random"):
         Schedule.of("sometimes")
+
+
+def test_local_memory_is_private_to_a_lane(engine):
+    x = np.zeros(32, np.uint32)
+    body = """
+    .local .align 8 .b8 depot[16];
+    mov.b64 %rd5, depot; cvta.local.u64 %rd6, %rd5;
+    """
+    body += (
+        PROLOGUE
+        + """
+    st.local.u32 [%rd5+4], %r0; add.s64 %rd7, %rd6, 4; ld.u32 %r1, [%rd7];
+    add.u32 %r1, %r1, 1; st.u32 [%rd7+4], %r1; ld.local.u32 %r2, [%rd5+8];
+    st.global.u32 [%rd1], %r2;
+    """
+    )
+    run(body, x, engine=engine)
+    assert np.array_equal(x, TID + 1)
+    with pytest.raises(OutOfBoundsError):
+        run(body + "st.local.u32 [%rd5+16], %r0;", x, engine=engine)
+
+
+def test_a_plain_loop_that_polls_for_ever_is_a_deadlock(engine):
+    """No acquire, no volatile: nothing but a loop that never ends."""
+    body = PROLOGUE + "L: ld.global.u32 %r1, [%rd0]; setp.eq.u32 %p0, %r1, 0;\n@%p0 bra L;"
+    with pytest.raises(DeadlockError, match="polls"):
+        run(body, np.zeros(32, np.uint32), engine=engine, budget=200)
