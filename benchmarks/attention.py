@@ -1,13 +1,13 @@
-"""Attention on one GPU beside its peers: ours, flash-attn-4, cuDNN and FA2 (both through torch), a GEMM.
+"""Attention on one GPU beside its peers: ours, flash-attn-4, cuDNN and FA2 (both through torch),
+a GEMM.
 
-    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5] [--out DIR]
-    python -m benchmarks.attention --plot DIR/h200.json
-    python -m benchmarks.attention --host
+    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5] [--out
+    DIR] python -m benchmarks.attention --plot DIR/h200.json python -m benchmarks.attention --host
 
-A row is (head_dim, mask, seqlen) at 32,768 tokens and heads x head_dim = 2048. Contenders take turns
-(A B C A B C ...), each for some 20 ms a round; a cell is the median over the rounds. Every result is
-compared with fp32 before it is timed. Each (head_dim, mask) is a process: they compile side by side
-and then use the GPU one after the other.
+A row is (head_dim, mask, seqlen) at 32,768 tokens and heads x head_dim = 2048. Contenders take
+turns (A B C A B C ...), each for some 20 ms a round; a cell is the median over the rounds. Every
+result is compared with fp32 before it is timed. Each (head_dim, mask) is a process: they compile
+side by side and then use the GPU one after the other.
 """
 
 from __future__ import annotations
@@ -347,20 +347,18 @@ def drive(options) -> None:
                 "patience_s": options.patience,
             }
             command = [sys.executable, "-m", "benchmarks.attention", "--one", json.dumps(task)]
-            log = open(
-                os.path.join(options.out, f"log_d{d}_{'causal' if causal else 'full'}.txt"), "w"
-            )
-            running.append(
-                (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True), log)
-            )
-        for process, log in running:
+            name = f"log_d{d}_{'causal' if causal else 'full'}.txt"
+            with open(os.path.join(options.out, name), "w") as log:  # the child has its own handle
+                running.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+                )
+        for process in running:
             for line in process.stdout:
                 if line.startswith("{"):
                     cells.append(json.loads(line))
                     print(summary(cells[-1]), flush=True)
                     save(options.out, cells)
             process.wait()
-            log.close()
 
 
 def save(folder: str, cells: list) -> None:

@@ -1,4 +1,6 @@
-"""What every measurement needs: inputs, references, a timer, one process on the GPU at a time, a watchdog."""
+"""What every measurement needs: inputs, references, a timer, one process on the GPU at a time, a
+watchdog.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ LOCK = os.path.join(tempfile.gettempdir(), "fa_cute_gpu.lock")
 
 
 def flops(batch: int, heads: int, seqlens: tuple, dims: tuple, causal: bool) -> float:
-    """Of a forward: two products, half of them when causal; seqlens of q and k, head dims of k and v."""
+    """Of a forward: two products, half of them when causal; seqlens of q and k, head dims of k
+    and v.
+    """
     return 2.0 * batch * heads * seqlens[0] * seqlens[1] * sum(dims) / (2 if causal else 1)
 
 
 def inputs(lengths: tuple, heads: tuple, dims: tuple, dtype, seed: int = 0) -> tuple:
-    """Normal random q, k, v; (batch, seqlen_q, seqlen_k), (heads, heads_kv), (head_dim, head_dim_v)."""
+    """Normal random q, k, v; (batch, seqlen_q, seqlen_k), (heads, heads_kv), (head_dim,
+    head_dim_v).
+    """
     g = torch.Generator(device=DEVICE).manual_seed(seed)
     batch, seqlen_q, seqlen_k = lengths
 
@@ -53,8 +59,8 @@ def versions() -> dict:
 
 
 def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float64, low=None):
-    """(out, lse) of chosen query rows (default all) in ``dtype``; ``low``: the products' operands are
-    rounded to it first, as an unfused computation in that type does.
+    """(out, lse) of chosen query rows (default all) in ``dtype``; ``low``: the products' operands
+    are rounded to it first, as an unfused computation in that type does.
     """
     sq, sk = q.shape[1], k.shape[1]
     rows = torch.arange(sq, device=q.device) if rows is None else rows
@@ -77,8 +83,8 @@ def reference(q, k, v, causal: bool, scale: float, rows=None, dtype=torch.float6
 
 
 def measure(call, seconds: float = 0.25) -> dict:
-    """Launches back to back for ``seconds``: median duration over the second half, when the power limit has
-    settled the clock, and the SM clock and power in the middle of it.
+    """Launches back to back for ``seconds``: median duration over the second half, when the power
+    limit has settled the clock, and the SM clock and power in the middle of it.
     """
     for _ in range(2):
         call()
@@ -118,8 +124,8 @@ def sample() -> dict:
 
 @contextlib.contextmanager
 def gpu(limit_s: float):
-    """The GPU for this process alone; the process ends (code 3) if it holds it for longer, as a kernel
-    that hangs never returns.
+    """The GPU for this process alone; the process ends (code 3) if it holds it for longer, as a
+    kernel that hangs never returns.
     """
     with open(LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sm90_forward SET [--out DIR]
 
-Every variant is a process: all compile in parallel, and take the GPU one after the other. A set is a list of
-(config, spec, shapes) below; results are one JSON line per variant.
+Every variant is a process: all compile in parallel, and take the GPU one after the other. A set
+is a list of (config, spec, shapes) below; results are one JSON line per variant.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ def summary(i: int, r: dict) -> str:
     speed = {s: f"{t:.0f}@{timed[s]['mhz']}" for s, t in r.get("tflops", {}).items()}
     if r.get("without"):
         state = "without " + r["without"]
-    return f"{i:2d} d{spec['head_dim']}/{spec['head_dim_v']} {'causal' if spec['causal'] else 'full'} {cfg} {speed} {state}"
+    kind = "causal" if spec["causal"] else "full"
+    return f"{i:2d} d{spec['head_dim']}/{spec['head_dim_v']} {kind} {cfg} {speed} {state}"
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """Softmax on rows that four neighbouring threads of a warp share (wgmma accumulators).
 
-A thread holds two rows: accumulator register 4 j + 2 h + i is row h, column 8 j + 2 (t % 4) + i (and
-eight rows further down for h = 1).
+A thread holds two rows: accumulator register 4 j + 2 h + i is row h, column 8 j + 2 (t % 4) + i
+(and eight rows further down for h = 1).
 
 Online softmax needs some reference m per row so that exp2(s - m) neither overflows nor vanishes; it
 need not be the running maximum. `begin` takes the maximum of the row's first block. `extend` keeps
-that reference: it makes P at once, without looking for a maximum, without talking to the neighbours and
-without touching O, and only compares the block's sum of P with a limit. Where a sum exceeds the limit
-(or is not a number, as with no reference yet), `restart` takes the new maximum and rescales. The result is
-the same softmax: a common factor of P, of its sum and of O cancels at the end.
+that reference: it makes P at once, without looking for a maximum, without talking to the
+neighbours and without touching O, and only compares the block's sum of P with a limit. Where a
+sum exceeds the limit (or is not a number, as with no reference yet), `restart` takes the new
+maximum and rescales. The result is the same softmax: a common factor of P, of its sum and of O
+cancels at the end.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -25,10 +26,9 @@ from .score import LN_2
 
 ROWS = 2  # of one thread
 QUAD = 4  # threads that share a row
-CHUNK = 8  # pairs of exponentials
 
-# Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504; bf16 has the
-# range of fp32, where P V and the sum stay far below overflow.
+# Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504;
+# bf16 has the range of fp32, where P V and the sum stay far below overflow.
 SUM_LIMIT = {"fp16": 2.0**14, "bf16": 2.0**40}
 
 
@@ -42,7 +42,7 @@ def pack(low, high, dtype, *, loc=None, ip=None) -> Int32:
             [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
             f"cvt.rn.{kind}.f32 $0, $1, $2;",
             "=r,f,f",
-            has_side_effects=True,
+            has_side_effects=False,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
             loc=loc,
@@ -71,11 +71,12 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def pinned(x, *, loc=None, ip=None):
-    """A copy of an Int32 or Float32 that is made here: neither it nor what it waits for crosses a wait
-    for wgmma, in the compiler's hands, that stands before or after it.
+    """A copy of an Int32 or Float32 that is made here: neither it nor what it waits for crosses a
+    wait for wgmma, in the compiler's hands, that stands before or after it.
 
-    The compiler does not know that a wgmma still reads its operands after it was issued. Without this it
-    would compute the next left operand in the very registers that the tensor core is reading.
+    The compiler does not know that a wgmma still reads its operands after it was issued. Without
+    this it would compute the next left operand in the very registers that the tensor core is
+    reading.
     """
     kind = type(x)
     letter = "f" if kind is Float32 else "r"
@@ -130,26 +131,18 @@ def mask(acc: cute.Tensor, k_lo, k_hi, first_column):
 
 @cute.jit
 def exponentials(acc: cute.Tensor, p: cute.Tensor, scale_log2, reference, dtype):
-    """P = exp2(S * scale - reference) in 16 bits; returns this thread's sums of the two rows (fp32).
+    """P = exp2(S * scale - reference) in 16 bits; returns this thread's sums of the two rows.
 
-    ``p``: the left operand's registers as Int32 pairs. A warp issues in order, so sums and conversions
-    follow a chunk behind the exponentials that they would wait for.
+    ``p``: the left operand's registers as Int32 pairs.
     """
-    pairs = const_expr(cute.size(acc.shape) // 2)
     minus = [-reference[0], -reference[1]]
     sums = [None, None]
-    values = []
-    for first in cutlass.range_constexpr(0, pairs + CHUNK, CHUNK):
-        for r in cutlass.range_constexpr(first, min(first + CHUNK, pairs)):
-            low = cute.arch.exp2(fma(acc[2 * r], scale_log2, minus[r % 2]))
-            high = cute.arch.exp2(fma(acc[2 * r + 1], scale_log2, minus[r % 2]))
-            values.append((low, high))
-        for r in cutlass.range_constexpr(max(first - CHUNK, 0), min(first, pairs)):
-            low, high = values[r]
-            h = const_expr(r % 2)
-            sums[h] = (low + high) if const_expr(sums[h] is None) else sums[h] + low + high
-            p[r] = pack(low, high, dtype)
-        cute.arch.sync_warp()  # free; the assembler's scheduler does not move anything across it
+    for r in cutlass.range_constexpr(cute.size(acc.shape) // 2):
+        h = const_expr(r % 2)
+        low = ptx.ex2_ftz(fma(acc[2 * r], scale_log2, minus[h]))
+        high = ptx.ex2_ftz(fma(acc[2 * r + 1], scale_log2, minus[h]))
+        sums[h] = (low + high) if const_expr(sums[h] is None) else sums[h] + low + high
+        p[r] = pack(low, high, dtype)
     return sums[0], sums[1]
 
 
@@ -238,6 +231,3 @@ def finish(state):
         factor.append(Float32(0.0) if none else cute.arch.rcp_approx(total[h]))
         lse.append(-Float32.inf if none else (refs[h] + ptx.lg2_ftz(total[h])) * LN_2)
     return factor[0], factor[1], lse[0], lse[1]
-
-
-_ = Boolean

@@ -1,8 +1,8 @@
 """Hopper's warpgroup matrix product: operand layouts in shared memory, fragments, and issue loops.
 
-One warpgroup computes 64 rows. Operands in shared memory are rows of ``d`` contiguous elements in the
-widest swizzle that divides ``d``; the same bytes serve as K (its rows are the N of S = Q K^T) and,
-transposed, as V (its columns are the N of O = P V).
+One warpgroup computes 64 rows. Operands in shared memory are rows of ``d`` contiguous elements in
+the widest swizzle that divides ``d``; the same bytes serve as K (its rows are the N of S = Q K^T)
+and, transposed, as V (its columns are the N of O = P V).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def operand_b(mma: cute.TiledMma, s: cute.Tensor) -> cute.Tensor:
 def issue(
     mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate, steps=None
 ):
-    """Issue the K steps ``steps`` (default all) of ``acc (+)= a b``; the caller fences, commits, waits.
+    """Issue the K steps ``steps`` (default all) of ``acc (+)= a b``; the caller fences, commits,
+    waits.
 
     The atom is made here: ACCUMULATE is state, and would not survive on a shared object.
     """

@@ -1,4 +1,4 @@
-"""A fixed set of CTAs, dealt long tiles and short tiles alike: forth in one round, back in the next."""
+"""Long and short tiles alike for a fixed set of CTAs: dealt forth in one round, back in the next."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..ops.arith import at_most, ceil_div, hi, lo
 from .base import Tile, TileSpace
 from .lpt import LptPersistent, heads_in_l2
 
-# What K and V of the heads that run together may take of an L2 of 50 MB, whose halves hold copies of
-# what both use.
+# What K and V of the heads that run together may take of an L2 of 50 MB, whose halves hold copies
+# of what both use.
 SECTION_BYTES = 34 << 20
 LONG_SECTION_BYTES = 16 << 20
 

@@ -86,8 +86,9 @@ def _product(cx: FwdCtx, t: Team, mma, acc, a, b, accumulate, last: bool):
 
 @cute.jit
 def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
-    """One turn on the tensor pipe: O (+)= P V of ``v_slot`` and S = Q K^T of ``k_slot``; a slot that is None
-    leaves its product out. All of it is complete on return, or only S with `scores_first`.
+    """One turn on the tensor pipe: O (+)= P V of ``v_slot`` and S = Q K^T of ``k_slot``; a slot
+    that is None leaves its product out. All of it is complete on return, or only S with
+    `scores_first`.
     """
     first = const_expr(cx.cfg.scores_first)
     both = const_expr(k_slot is not None and v_slot is not None)
@@ -116,7 +117,9 @@ def _mask(cx: FwdCtx, t: Team, tile, n_block):
 
 @cute.jit
 def _store(cx: FwdCtx, t: Team, tile, slab, final):
-    """O to global memory through the team's slab by TMA, one group of the team's first warp; LSE directly."""
+    """O to global memory through the team's slab by TMA, one group of the team's first warp; LSE
+    directly.
+    """
     dtype = cx.spec.element
     factors, lse = (final[0], final[1]), (final[2], final[3])
     mLSE, seqlen_q = cx.args.mLSE, cx.seqlens[0]
@@ -134,10 +137,10 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     to_smem = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype),
         cx.args.pv,
-    ).get_slice(t.thread)
+    ).get_slice(rows.pinned(t.thread))  # here, not kept in registers over the main loop
     sO = cx.smem.sO[None, None, slab]
-    # The whole team has waited for its last product with Q (it met in a turn since, or meets here), so
-    # nobody reads Q any more.
+    # The whole team has waited for its last product with Q (it met in a turn since, or meets
+    # here), so nobody reads Q any more.
     if const_expr(not (cx.cfg.take_turns and cx.cfg.teams > 1 and cx.cfg.joined)):
         _meet(cx, t)
     cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
@@ -228,9 +231,8 @@ class Consumer:
             if blocks.hi > blocks.full_hi:
                 _mask(cx, t, tile, blocks.hi - 1)
             ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
-            if const_expr(c.joined):
-                if storing:
-                    q_done = _free_q(q_done, t)
+            if storing:
+                q_done = _free_q(q_done, t)
             for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                 n_block = blocks.hi - 2 - i
                 full = kv.wait_and_advance(ready)
@@ -268,10 +270,9 @@ class Consumer:
                 _turn(cx, t, slab, None, full.index, several)
             full.release()
             _store(cx, t, tile, slab, rows.finish((ref0, ref1, sum0, sum1)))
-            storing = Boolean(True)
+            storing = Boolean(c.joined)  # to wait for it takes time: there is some later
             if const_expr(not c.joined):
                 q_done = _free_q(q_done, t)
             slab, tile = next_slab, after
-        if const_expr(c.joined):
-            if storing:
-                q_done = _free_q(q_done, t)
+        if storing:
+            q_done = _free_q(q_done, t)

@@ -19,7 +19,9 @@ from .plan import TEAM_ROWS, FwdConfig
 
 @dataclass(frozen=True)
 class FwdArgs:
-    """Tensors and atoms that cross the kernel boundary; TMA views are (rows, head_dim, heads, batch)."""
+    """Tensors and atoms that cross the kernel boundary; TMA views are (rows, head_dim, heads,
+    batch).
+    """
 
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
@@ -44,7 +46,8 @@ class FwdCtx:
     cfg: cutlass.Constexpr[FwdConfig]
     spec: cutlass.Constexpr[FwdSpec]
     args: FwdArgs
-    smem: SimpleNamespace  # sQ (64, d, slabs), sK (tile_n, d, stages), sV (tile_n, d_v, stages), sO (64, d_v, slabs)
+    # sQ (64, d, slabs), sK (tile_n, d, stages), sV (tile_n, d_v, stages), sO (64, d_v, slabs)
+    smem: SimpleNamespace
     pipes: SimpleNamespace
     barriers: SimpleNamespace
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, pipeline
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -20,7 +19,6 @@ from .ctx import FwdArgs, FwdCtx
 from .load import Load
 from .plan import TEAM_ROWS, FwdConfig
 
-
 LONG_ROWS = 6144  # keys
 
 
@@ -32,8 +30,9 @@ def _rows_first(x: cute.Tensor) -> cute.Tensor:
 class FwdSm90:
     """``out = softmax(q k^T * scale) v`` and LSE on Hopper.
 
-    A call takes q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k >= 1, heads_kv, head_dim or
-    head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32, a positive scale.
+    A call takes q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k >= 1, heads_kv,
+    head_dim or head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32, a
+    positive scale.
     """
 
     def __init__(self, cfg: FwdConfig, spec: FwdSpec):
@@ -135,7 +134,8 @@ class FwdSm90:
             if warp == load.start:
                 Load().run(cx)
         else:
-            cute.arch.setmaxregister_increase(first.regs)
+            if const_expr(first.regs > c.warps.launch_regs):
+                cute.arch.setmaxregister_increase(first.regs)
             Consumer().run(cx)
 
 
@@ -160,6 +160,3 @@ def _allocate(c: FwdConfig, dtype) -> SimpleNamespace:
             outer = cute.append(slab, cute.make_layout(slabs, stride=TEAM_ROWS * c.head_dim))
         found[name] = cute.make_tensor(pointer, outer)
     return SimpleNamespace(**found)
-
-
-_ = (cutlass, pipeline)

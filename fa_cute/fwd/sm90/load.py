@@ -14,7 +14,9 @@ from .plan import TEAM_ROWS
 
 
 def _sides(atom, smem: cute.Tensor, view: cute.Tensor, tiler: tuple[int, int]):
-    """SMEM (bytes, slot) and global (bytes, block, head, batch) sides of the copies of an operand."""
+    """SMEM (bytes, slot) and global (bytes, block, head, batch) sides of the copies of an
+    operand.
+    """
     blocks = cute.local_tile(view, tiler, (None, 0, None, None))
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
@@ -73,8 +75,8 @@ def _either(after, n_after, tile, n_tile):
 
 @dataclass(frozen=True)
 class Load:
-    """One warp: Q, K and V by TMA, in the order in which the consumers need them. Waits for nothing but
-    free slots; feeds load_q and load_kv.
+    """One warp: Q, K and V by TMA, in the order in which the consumers need them. Waits for
+    nothing but free slots; feeds load_q and load_kv.
     """
 
     @cute.jit
@@ -108,7 +110,7 @@ class Load:
                 free = kv.acquire_and_advance(tx_bytes=c.smem.bytes("sV"))
                 _load_v(cx, free, tile, blocks.lo)
             tile = after
-        # Leaving while copies into this CTA's memory are on their way is an error, so wait for every
-        # slot to come back.
+        # Leaving while copies into this CTA's memory are on their way is an error, so wait for
+        # every slot to come back.
         q.tail()
         kv.tail()

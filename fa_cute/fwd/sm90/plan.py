@@ -1,23 +1,23 @@
 """The map of the SM90 forward kernel: who does what, who waits for whom, and where everything lies.
 
-A CTA walks tiles of `teams` x 64 query rows; warpgroup `consumer<i>` owns 64 of them from the scores
-to the output. KV blocks run from the last one to the first.
+A CTA walks tiles of `teams` x 64 query rows; warpgroup `consumer<i>` owns 64 of them from the
+scores to the output. KV blocks run from the last one to the first.
 
 Edges (#: ring)
 
-    load --q #---> consumer0, consumer1, ...   released when the team's O, which takes the place of its Q, has left
-    load --kv #--> consumer0, consumer1, ...   V of a block and K of the next one: what one turn takes
+    load --q #---> consumer0, consumer1, ...   free again when O, which takes Q's place, has left
+    load --kv #--> consumer0, consumer1, ...   V of a block and K of the next: what a turn takes
 
 Tensor pipe: the teams take turns. A turn is O += P V of the block at hand and S = Q K^T of the next
-one, issued together; near the end of its turn a team lets the next one start, then it turns S into P
-while the others multiply:
+one, issued together; near the end of its turn a team lets the next one start, then it turns S
+into P while the others multiply:
 
     consumer0   [PV QK]  softmax.........  [PV QK]  softmax.........
     consumer1            [PV QK]  softmax.........  [PV QK]  softm
     consumer2   ........          [PV QK]  softmax.........  [PV QK]
 
-With two Q stages the last turn of a tile already multiplies the next tile's Q, so the epilogue of one
-tile and the loads of the next lie under the other teams' turns.
+With two Q stages the last turn of a tile already multiplies the next tile's Q, so the epilogue of
+one tile and the loads of the next lie under the other teams' turns.
 
 SMEM: Q (slabs of 64 rows, O over them), K ring, V ring; barriers lie below.
 """
@@ -49,9 +49,9 @@ PITCH = 32  # head dims take multiples of this in shared memory
 SM_REGISTERS = 65536
 # Barriers, and what rounds them up to the fields' alignment.
 RESERVED_BYTES = 1024
-# (consumer, producer) registers a thread by number of consumer warpgroups; with the launch's even share
-# they add up to the register file.
-TEAM_REGS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+# (consumer, producer) registers a thread by number of consumer warpgroups; with the launch's even
+# share they add up to the register file.
+TEAM_REGS = {1: (248, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 
 
 def padded(head_dim: int) -> int:
@@ -137,7 +137,7 @@ class FwdConfig:
                     for i, name in enumerate(self.consumers)
                 ),
             ),
-            launch_regs=SM_REGISTERS // (128 * (1 + self.teams)) // 8 * 8,
+            launch_regs=min(SM_REGISTERS // (TEAM_THREADS * (1 + self.teams)) // 8 * 8, consumer),
         )
 
     @cached_property
