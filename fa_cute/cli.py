@@ -27,7 +27,7 @@ VARIABLES = {
     "FA_CUTE_DETERMINISTIC": "1: deterministic=None means True",
     "FA_CUTE_LOG": "debug, info, warning or error (warning)",
     "FA_CUTE_SIM_JIT": "0: the simulator interprets everything in Python (1)",
-    "FA_CUTE_SIM_SCHEDULE": "when simulated asynchronous work completes: early, late, random:SEED",
+    "FA_CUTE_SIM_SCHEDULE": "when simulated asynchronous work completes: early, late, random:N",
 }
 COLUMNS = (
     "arch",

@@ -56,20 +56,18 @@ def forward(tensors, resolved, problem: AttnProblem, arch: Arch) -> None:
     _run(kernel, (*tensors, problem.softmax_scale), arch, cfg)
 
 
-def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str):
-    """dq, dk, dv for ``tensors`` = (q, k, v, out, lse, dout, dlse or None)."""
+def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str, grads) -> None:
+    """Fill ``grads`` = (dq, dk, dv) for ``tensors`` = (q, k, v, out, lse, dout, dlse or None)."""
     cfg = tune.backward(spec, arch)
-    q, k, v = tensors[:3]
+    q = tensors[0]
     has_dlse = tensors[6] is not None
     kernel = compile.backward(cfg, spec, arch, backend, has_dlse)
     sizes = Sizes(
         problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
     )
     work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
-    grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
     _run(kernel, (*args, work, problem.softmax_scale), arch, cfg)
-    return grads
 
 
 def _run(kernel, args, arch: Arch, cfg) -> None:
@@ -92,7 +90,7 @@ def simulated_arch() -> Arch | None:
 
 
 def simulated_schedule() -> str:
-    """FA_CUTE_SIM_SCHEDULE: "early" (default), "late" or "random:SEED"."""
+    """FA_CUTE_SIM_SCHEDULE: "early" (default), "late", "random:SEED" or "priority:SEED"."""
     return os.environ.get("FA_CUTE_SIM_SCHEDULE", "").strip() or "early"
 
 
