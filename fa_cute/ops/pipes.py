@@ -32,7 +32,8 @@ from . import ptx
 UMMA_PRODUCER = (Via.UMMA_ASYNC,)
 UMMA_CONSUMER = (Via.TMA_UMMA, Via.ASYNC_UMMA)
 TMA_PRODUCER = (Via.TMA_ASYNC, Via.TMA_UMMA)
-TMEM = (Via.UMMA_ASYNC, Via.ASYNC_UMMA)  # edges that hand over tensor memory
+TENSOR_CORE = (Via.UMMA_ASYNC, Via.ASYNC_UMMA)
+THREADS = (*TENSOR_CORE, Via.ASYNC)
 
 
 class LaneState:
@@ -117,16 +118,22 @@ def arrive_warp(barrier, *, loc=None, ip=None) -> None:
 
 @dataclass(frozen=True)
 class EdgePipe(pipeline.PipelineAsync):
-    """The mbarriers of one edge; what each verb emits follows from the edge's `via`."""
+    """The mbarriers of one edge; what each verb emits follows from the edge's `via`.
+
+    `orders_tmem`: tensor-memory accesses are ordered by this edge.  So are those of a kernel with
+    tensor-core edges by its edges among threads, which pass on what the tensor core told one side.
+    The fences are no instructions, they only keep the compiler and the hardware from reordering.
+    """
 
     via: Via
     tx_bytes: int
+    orders_tmem: bool
 
     def _arrive(self, sync, state, umma: bool, loc, ip) -> None:
         if umma:
             sync.arrive(state.index, None, tcgen05.CtaGroup.ONE, loc=loc, ip=ip)
         else:
-            if self.via in TMEM:
+            if self.orders_tmem:
                 ptx.tcgen05_fence_before(loc=loc, ip=ip)
             arrive_warp(sync.get_barrier(state.index, loc=loc, ip=ip), loc=loc, ip=ip)
 
@@ -165,7 +172,7 @@ class EdgePipe(pipeline.PipelineAsync):
                 loc=loc,
                 ip=ip,
             )
-        if self.via in TMEM:
+        if self.orders_tmem:
             ptx.tcgen05_fence_after(loc=loc, ip=ip)
 
     @dsl_user_op
@@ -213,6 +220,7 @@ def build(topology, warps, smem) -> SimpleNamespace:
     """One `EdgePipe` per edge, by name.  The caller fences and synchronises the CTA before use."""
     op = pipeline_helpers.PipelineOp
     pipes = {}
+    has_tmem = any(edge.via in TENSOR_CORE for edge in topology.edges)
     for edge in topology.edges:
         if Arrive.THREADS in (edge.src_by, edge.dst_by):
             raise PlanError(f"edge {edge.name!r} arrives by threads; these pipes arrive by warps")
@@ -230,7 +238,10 @@ def build(topology, warps, smem) -> SimpleNamespace:
             empty = _sync(
                 empty_op, storage + edge.stages, edge.stages, released, 0, f"{edge.name}.empty"
             )
-        pipes[edge.name] = EdgePipe(full, empty, edge.stages, None, None, edge.via, tx_bytes)
+        orders_tmem = has_tmem and edge.via in THREADS
+        pipes[edge.name] = EdgePipe(
+            full, empty, edge.stages, None, None, edge.via, tx_bytes, orders_tmem
+        )
     return SimpleNamespace(**pipes)
 
 

@@ -238,6 +238,8 @@ def _read_box(cta: Cta, offset: int, tmap: TensorMap, box: Box, ins: Instr) -> n
         return None
     if box.inside is None:
         note_unset_range(cta, offset, tmap.box_bytes, ins)
+    elif cta.machine.races is not None:  # what lies outside may never have been written
+        cta.machine.races.shared(cta, offset, tmap.box_bytes, False)
     raw = RAW_TYPE[tmap.elem_bytes]
     dense = read_tile(cta, offset, tmap.box_bytes, tmap.swizzle).view(raw).reshape(box.shape)
     return dense if box.inside is None else dense[box.inside]
