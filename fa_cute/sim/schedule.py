@@ -187,7 +187,7 @@ class AsyncQueue:
 
 def _work(counters) -> float:
     """Steps of asynchronous work counted so far: tensor-core flops and bytes moved."""
-    moved = sum(n for name, n in counters.items() if name != "mma.flops")
+    moved = sum(n for name, n in counters.items() if not name.startswith("mma."))
     return counters["mma.flops"] / 16384 + moved / 64
 
 

@@ -88,6 +88,7 @@ def gather(cta: Cta, base: int, table: Gather, ins: Instr) -> np.ndarray:
     valid = cta.smem_valid[low:high]
     if valid.max() > VISIBLE or not valid.all():
         _check_chunks(cta, base, table, ins)
+    cta.machine.counters["mma.smem"] += table.chunks.size * CHUNK
     if cta.machine.races is not None:
         cta.machine.races.chunks(cta, table.chunks + base // CHUNK, False)
     return np.take(chunk_view(cta.smem[base:]), table.chunks)
