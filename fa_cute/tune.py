@@ -82,6 +82,7 @@ def _sm100_forward() -> tuple[Row, ...]:
                     softmax_regs=192,
                     correction_regs=72,
                     exp2=Exp2Split(period, emulated=4, start=1),
+                    max_by_load=arch == "sm_103a",
                     scheduler="lpt" if causal else "persistent",
                 )
                 rows.append(Row((arch,), head_dim, head_dim, causal, cfg))
@@ -100,7 +101,7 @@ def _sm90_forward() -> tuple[Row, ...]:
             (96, 96, {"teams": 3, "tile_n": 112, "kv_stages": 2, **many}),
             (128, 128, {"teams": 3, "tile_n": 80, "kv_stages": 3, **many}),
             (192, 128, {"teams": 3, "tile_n": 80, "q_stages": 1, **many}),
-            (192, 192, {"tile_n": 96, **two}),
+            (192, 192, {"tile_n": 80, **two, "q_stages": 2}),
             (256, 256, {"tile_n": 80, **two}),
         ):
             cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile, **scheduler)
