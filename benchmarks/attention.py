@@ -332,7 +332,8 @@ def drive(options) -> None:
     jobs = list(itertools.product(dims, masks))
     os.makedirs(options.out, exist_ok=True)
     cells = []
-    with tempfile.TemporaryDirectory() as meet:
+    path = os.path.join(options.out, "attention.log")
+    with tempfile.TemporaryDirectory() as meet, open(path, "a") as log:
         running = []
         for d, causal in jobs:
             task = {
@@ -347,11 +348,7 @@ def drive(options) -> None:
                 "patience_s": options.patience,
             }
             command = [sys.executable, "-m", "benchmarks.attention", "--one", json.dumps(task)]
-            name = f"log_d{d}_{'causal' if causal else 'full'}.txt"
-            with open(os.path.join(options.out, name), "w") as log:  # the child has its own handle
-                running.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-                )
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True))
         for process in running:
             for line in process.stdout:
                 if line.startswith("{"):
