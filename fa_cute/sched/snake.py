@@ -1,4 +1,4 @@
-"""Long and short tiles alike for a fixed set of CTAs: dealt forth in one round, back in the next."""
+"""Long and short tiles alike for a fixed set of CTAs: forth in one round, back in the next."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m tests.gpu.against_sim record FILE.npz     on a machine with a Hopper GPU
     python -m tests.gpu.against_sim compare FILE.npz    anywhere, in the simulator
 
-Forward, LSE and deterministic gradients of short problems. The simulator computes products of 16-bit
-values with exact sums and rounds exp2 correctly; the chip's accumulators and exp2 differ in the last
-bits of fp32. After rounding to bf16 nearly all results have the same bits.
+Forward, LSE and deterministic gradients of short problems. The simulator computes products of
+16-bit values with exact sums and rounds exp2 correctly; the chip's accumulators and exp2 differ
+in the last bits of fp32. After rounding to bf16 nearly all results have the same bits.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class FwdCtx:
         return self.kv_blocks(tile).hi - self.team_blocks(tile, team).hi
 
     def _at_least_one(self, blocks: Blocks) -> Blocks:
-        """Rows that see no key still visit a block, all of it masked, and come out as 0 and -inf."""
+        """Rows that see no key still visit a block, all masked, and come out as 0 and -inf."""
         return replace(blocks, hi=hi(blocks.hi, blocks.lo + 1))
 
     def kv_head(self, tile: sched.Tile) -> Int32:
