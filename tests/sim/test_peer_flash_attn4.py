@@ -47,6 +47,8 @@ def check_forward(out, lse, want_out, want_lse, arch):
 
 
 def check_clean(session):
+    """No read of memory that nothing wrote, no race (where they are looked for)."""
+    assert [r.races for r in session.launches] == [[]] * len(session.launches)
     assert [r.unset for r in session.launches] == [[]] * len(session.launches)
 
 
@@ -63,7 +65,7 @@ def check_clean(session):
 )
 def test_forward(arch, seqlen, heads, heads_kv, causal, cluster):
     q, k, v, _ = inputs(seqlen, heads, heads_kv)
-    with flash_attn4(arch) as (fa4, session):
+    with flash_attn4(arch, races=True) as (fa4, session):
         out, lse, *_ = fa4._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
     assert session.launches[0].cluster == (cluster, 1, 1)
     check_forward(out, lse, *reference(q, k, v, causal), arch)
@@ -120,7 +122,8 @@ def test_backward(arch, seqlen, heads, heads_kv, causal, schedule):
     want_out, want_lse = reference(*leaves, causal)
     want_out.backward(dout.float())
     out, lse = want_out.detach().to(torch.bfloat16), want_lse.detach().contiguous()
-    with flash_attn4(arch, schedule=schedule) as (fa4, session):
+    races = (arch, seqlen) == ("sm_90a", 256)
+    with flash_attn4(arch, schedule=schedule, races=races) as (fa4, session):
         grads = fa4._flash_attn_bwd(q, k, v, out, dout, lse, causal=causal)[:3]
     main = session.launches[1]  # between preprocess and postprocess
     assert main.cluster == ((2, 1, 1) if arch == "sm_100a" else (1, 1, 1))
