@@ -182,7 +182,7 @@ def check_tensors(q, k, v, sink=None) -> None:
     if len({t.device for t in shown.values()}) > 1:
         fail("all tensors must be on one device")
     if q.dtype not in DTYPE_NAMES or len({t.dtype for t in named.values()}) > 1:
-        fail("q, k, v must have one dtype out of " + _dtypes(DTYPE_NAMES) + _autocast_hint(q))
+        fail("q, k, v must have one dtype out of " + _dtypes(DTYPE_NAMES) + autocast_hint(q))
     _check_shapes(q, k, v, fail)
     if sink is not None and (sink.shape != (q.shape[2],) or sink.dtype not in SINK_DTYPES):
         fail(
@@ -244,7 +244,8 @@ def _dtypes(allowed) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in allowed)
 
 
-def _autocast_hint(q) -> str:
+def autocast_hint(q) -> str:
+    """What to add to an error about dtypes where autocast is on."""
     kind = q.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         wanted = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

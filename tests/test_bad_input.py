@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa_cute
-from fa_cute import ArgumentError, UnsupportedError, flash_attn_func
+from fa_cute import ArgumentError, UnsupportedError, flash_attn_func, tune
 
 
 def make(batch=2, seqlen_q=8, seqlen_k=8, heads=4, heads_kv=2, head_dim=64, head_dim_v=None, **kw):
@@ -66,7 +66,12 @@ WRONG = {
     "fp32": (make(dtype=torch.float32), {}, UnsupportedError, ["fp32", "bf16", "reference"]),
     "fp64": (make(dtype=torch.float64), {}, UnsupportedError, ["fp64"]),
     "k on meta": ((q, k.to("meta"), v), {}, ArgumentError, ["one device", "meta"]),
-    "all on meta": (make(device="meta"), {}, UnsupportedError, ["meta", "CPU"]),
+    "fp8 on meta": (
+        make(device="meta", dtype=torch.float8_e4m3fn),
+        {},
+        ArgumentError,
+        ["dtype", "meta"],
+    ),
     "sparse": ((q.to_sparse(), k, v), {}, ArgumentError, ["strided"]),
     "head_dim 7": (make(head_dim=7), {}, UnsupportedError, ["head_dim 7", "64", "pad"]),
     "head_dim 8192": (make(head_dim=8192), {}, UnsupportedError, ["head_dim 8192"]),
@@ -105,12 +110,6 @@ WRONG = {
     "backend unknown": ((q, k, v), {"backend": "triton"}, ArgumentError, ["triton", "reference"]),
     "backend None": ((q, k, v), {"backend": None}, ArgumentError, ["backend"]),
     "cuda backend, CPU tensors": ((q, k, v), {"backend": "cuda"}, ArgumentError, ["CUDA", "cpu"]),
-    "requires_grad": (
-        make(requires_grad=True),
-        {},
-        UnsupportedError,
-        ["requires_grad", "backward"],
-    ),
     "last stride 2": ((q, make(head_dim=128)[1][..., ::2], v), {}, ArgumentError, ["last stride"]),
     "transposed head_dim": (
         (q, k.transpose(1, 3).contiguous().transpose(1, 3), v),
@@ -139,6 +138,12 @@ def test_wrong_call(name):
     assert not missing, f"{missing} not in: {message}"
     answer = fa_cute.can_use(*tensors, **{k: v for k, v in options.items() if k != "return_lse"})
     assert name == "return_lse is 1" or (not answer and answer.reasons)
+
+
+def test_no_gradient(monkeypatch):
+    monkeypatch.setattr(tune, "BACKWARD_KERNELS", {})
+    with pytest.raises(UnsupportedError, match=r"requires_grad.*backward"):
+        flash_attn_func(*make(requires_grad=True))
 
 
 def test_there_are_at_least_40():

@@ -70,7 +70,10 @@ RULES = (
     # Compiled host code is saved and loaded by the simulator's intercept, so compile knows it too.
     Rule("compile", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
     Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
-    Rule("api", (*FRONT, "cache", "launch", "reference"), ("torch",), ("cutlass",)),
+    Rule("dispatch", (*FRONT, "launch", "reference"), ("torch",)),
+    Rule("operators", (*BASE, "problem", "dispatch"), ("torch",)),
+    Rule("merge", BASE, ("torch",)),
+    Rule("api", (*FRONT, "launch", "reference", "dispatch", "operators"), ("torch",), ("cutlass",)),
     Rule(
         "cli",
         (*FRONT, "cache", "launch", "reference", "api", "sim", "__init__"),

@@ -15,6 +15,7 @@ PARAMETERS = 8
 # Signatures that others decided: (module, function) -> why.
 OPERANDS = "the tensors of the operator, each an argument of the compiled function"
 KNOWN = "the arguments that users of attention libraries know"
+SCHEMA = "the arguments of the operator's schema, by position"
 MORE_PARAMETERS = {
     ("fa_cute.api", "flash_attn_func"): KNOWN,
     ("fa_cute.api", "flash_attn_varlen_func"): KNOWN,
@@ -25,6 +26,10 @@ MORE_PARAMETERS = {
         "run",
     ): "what a launch consists of, as the host intercept hands it over",
     ("fa_cute.api", "can_use"): "answers for exactly the arguments of flash_attn_func",
+    ("fa_cute.operators", "flash_fwd"): KNOWN,
+    ("fa_cute.operators", "flash_bwd"): KNOWN,
+    ("fa_cute.operators", "_run_fwd"): SCHEMA,
+    ("fa_cute.operators", "_run_bwd_out"): SCHEMA,
     ("fa_cute.reference", "attention"): KNOWN,
     ("fa_cute.reference", "gradients"): KNOWN,
 }

@@ -1,0 +1,307 @@
+"""``torch.ops.fa_cute``: attention as PyTorch operators, and their place in autograd.
+
+    fwd, bwd          return new tensors; fwd differentiates once
+    fwd_out, bwd_out  fill tensors that the caller holds; not recorded by autograd
+
+Every operator validates its tensors, has a fake implementation (so that torch.compile, FakeTensor
+and meta tensors work), and runs on the device and current stream of q. `flash_fwd` and `flash_bwd`
+are the same with keyword arguments, stable from version to version.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from . import dispatch
+from .dispatch import Options, wants_determinism
+from .errors import ArgumentError, UnsupportedError
+from .problem import check_layout, check_tensors, describe, normalise_window
+
+_OPTIONS = (
+    "float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1"
+)
+_BWD_INPUTS = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+SCHEMAS = (
+    f"fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool? deterministic=None, "
+    "str backend='auto') -> (Tensor out, Tensor lse)",
+    f"fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {_OPTIONS}, "
+    "str backend='auto') -> ()",
+    f"bwd({_BWD_INPUTS}=None, {_OPTIONS}, bool deterministic=False, str backend='auto') "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    f"bwd_out({_BWD_INPUTS}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, "
+    "bool deterministic=False, str backend='auto') -> ()",
+)
+KEYS = ("CPU", "CUDA")
+_library = torch.library.Library("fa_cute", "FRAGMENT")
+for _schema in SCHEMAS:
+    _library.define(_schema)
+_fwd = torch.ops.fa_cute.fwd.default
+_fwd_out = torch.ops.fa_cute.fwd_out.default
+_bwd = torch.ops.fa_cute.bwd.default
+_bwd_out = torch.ops.fa_cute.bwd_out.default
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"):
+    call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
+    out, lse = call.outputs(q)
+    call.forward(q, k, v, out, lse)
+    return out, lse
+
+
+def _run_fwd_out(q, k, v, out, lse, *options):
+    call = dispatch.call_of(q, k, v, Options(*options))
+    _check_like(call.outputs(q.to("meta")), out=out, lse=lse)
+    check_layout(out=out)
+    call.forward(q, k, v, out, lse)
+
+
+def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
+    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    _differentiate((q, k, v, out, lse), dout, dlse, options, grads)
+    return grads
+
+
+def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
+    _check_like((q, k, v), dq=dq, dk=dk, dv=dv)
+    check_layout(dq=dq, dk=dk, dv=dv)
+    _differentiate((q, k, v, out, lse), dout, dlse, options, (dq, dk, dv))
+
+
+def _differentiate(saved, dout, dlse, options, grads) -> None:
+    scale, causal, left, right, deterministic, how = (
+        *options,
+        *(None, False, -1, -1, False, "auto")[len(options) :],
+    )
+    q, k, v, out, lse = saved
+    call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
+    want_out, want_lse = call.outputs(q.to("meta"))
+    _check_like((want_out, want_lse, want_out), out=out, lse=lse, dout=dout)
+    if dlse is not None and dlse.shape != lse.shape:
+        raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
+    call.require_gradient(deterministic)
+    call.backward(saved, dout, dlse, deterministic, grads)
+
+
+def _check_like(wanted, **given) -> None:
+    """Results and gradients that a caller hands in: shape and dtype, and lse contiguous."""
+    for want, (name, t) in zip(wanted, given.items()):
+        if t.shape != want.shape or t.dtype != want.dtype:
+            kind = str(want.dtype).removeprefix("torch.")
+            raise ArgumentError(f"{name} must be {tuple(want.shape)} {kind}\n{describe(**given)}")
+        if name == "lse" and not t.is_contiguous():
+            raise ArgumentError(f"lse must be contiguous\n{describe(**given)}")
+
+
+def _fake_fwd(q, k, v, *options, **named):
+    check_tensors(q, k, v)
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
+    return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _fake_bwd(dout, q, k, v, *rest, **named):
+    check_tensors(q, k, v)
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _fake_nothing(*args, **named):
+    return None
+
+
+class FlashAttn(torch.autograd.Function):
+    """The kernels' place in autograd."""
+
+    @staticmethod
+    def forward(q, k, v, options):
+        with _below_autograd():
+            return _fwd(q, k, v, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return *_gradients(dout, q, k, v, out, lse, dlse, *ctx.options), None
+
+
+class Gradients(torch.autograd.Function):
+    """The backward as a node of a graph: it has no derivative, and says so."""
+
+    @staticmethod
+    def forward(*inputs):
+        with _below_autograd():
+            return _bwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UnsupportedError(
+            "the gradients of flash_attn_func cannot be differentiated twice; "
+            "backend='reference' can be, any number of times"
+        )
+
+
+def _gradients(*inputs):
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
+    ):
+        return Gradients.apply(*inputs)
+    with _below_autograd():
+        return _bwd(*inputs)
+
+
+def _autograd_fwd(q, k, v, *options):
+    if dispatch.wants_grad(q, k, v):
+        scale, causal, left, right, deterministic, how = (
+            *options,
+            *(None, False, -1, -1, None, "auto")[len(options) :],
+        )
+        deterministic = wants_determinism(deterministic)
+        return FlashAttn.apply(q, k, v, (scale, causal, left, right, deterministic, how))
+    with _below_autograd():
+        return _fwd(q, k, v, *options)
+
+
+_apply = super(torch.autograd.Function, FlashAttn).apply  # without a look at signatures
+
+
+def attention(q, k, v, options):
+    """``torch.ops.fa_cute.fwd`` as the dispatcher would run it, in less host time.
+
+    ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
+    """
+    if not dispatch.wants_grad(q, k, v):
+        with _below_autograd():
+            return _fwd(q, k, v, *options)
+    *rest, deterministic, how = options
+    deterministic = wants_determinism(deterministic)
+    options = (*rest, deterministic, how)
+    if not stands_in(q):
+        dispatch.call_of(q, k, v, (*rest, how)).require_gradient(deterministic)
+    if torch._C._are_functorch_transforms_active():
+        return FlashAttn.apply(q, k, v, options)
+    return _apply(q, k, v, options)
+
+
+def traced(q, k, v, options):
+    """The same inside torch.compile: one operator in the graph."""
+    return torch.ops.fa_cute.fwd(q, k, v, *options)
+
+
+def stands_in(t) -> bool:
+    """Whether this is a meta, fake or torch.func tensor: torch finds out what to run on."""
+    if isinstance(t, torch.Tensor) and (
+        t.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    ):
+        return True
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(t, module.FakeTensor)
+
+
+def flash_fwd(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    out=None,
+    lse=None,
+    backend="auto",
+):
+    """out and lse, in tensors of the caller where given; autograd records nothing.
+
+    Args:
+        q, k, v, softmax_scale, causal, window_size, backend: as in `fa_cute.flash_attn_func`.
+        out: (batch, seqlen_q, heads, head_dim_v) like q, rows aligned to 16 bytes.
+        lse: (batch, heads, seqlen_q) float32, contiguous; natural log, -inf where no key is seen.
+    """
+    left, right = _window(window_size)
+    if out is None or lse is None:
+        check_tensors(q, k, v)
+        new_out, new_lse = _fake_fwd(q, k, v)
+        out, lse = new_out if out is None else out, new_lse if lse is None else lse
+    with torch.no_grad():
+        _fwd_out(q, k, v, out, lse, softmax_scale, causal, left, right, backend)
+    return out, lse
+
+
+def flash_bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    dlse=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    dq=None,
+    dk=None,
+    dv=None,
+    deterministic=None,
+    backend="auto",
+):
+    """dq, dk, dv of `flash_fwd`, in tensors of the caller where given; autograd records nothing.
+
+    Args:
+        dout, dlse: gradients of out and (or None) of lse.
+        q, k, v, out, lse: what `flash_fwd` was given and returned; out and lse may also belong to
+            attention over more keys than k has (ring attention): each call then adds its keys'
+            share.
+        dq, dk, dv: like q, k, v, rows aligned to 16 bytes; overwritten.
+        deterministic: as in `fa_cute.flash_attn_func`.
+    """
+    left, right = _window(window_size)
+    grads = [
+        t.new_empty(t.shape) if grad is None else grad for grad, t in zip((dq, dk, dv), (q, k, v))
+    ]
+    options = (softmax_scale, causal, left, right, wants_determinism(deterministic), backend)
+    with torch.no_grad():
+        _bwd_out(dout, q, k, v, out, lse, dlse, *grads, *options)
+    return tuple(grads)
+
+
+def _window(window_size) -> tuple[int, int]:
+    left, right = normalise_window(window_size, False)
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _register() -> None:
+    for name, run in (
+        ("fwd", _run_fwd),
+        ("fwd_out", _run_fwd_out),
+        ("bwd", _run_bwd),
+        ("bwd_out", _run_bwd_out),
+    ):
+        for key in KEYS:
+            _library.impl(name, run, key)
+    _library.impl("fwd", _autograd_fwd, "Autograd")
+    _library.impl("bwd", _gradients, "Autograd")
+    for name, fake in (
+        ("fwd", _fake_fwd),
+        ("fwd_out", _fake_nothing),
+        ("bwd", _fake_bwd),
+        ("bwd_out", _fake_nothing),
+    ):
+        torch.library.register_fake(f"fa_cute::{name}", fake, lib=_library)
+
+
+_register()

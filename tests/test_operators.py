@@ -1,0 +1,245 @@
+"""``torch.ops.fa_cute``: opcheck, torch.compile, fake tensors, checkpoints, second derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import fa_cute
+from fa_cute import dispatch, flash_attn_func, operators, ops
+
+pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+OPS = torch.ops.fa_cute
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+
+
+def leaves(seqlen=64, dtype=torch.bfloat16, **kw):
+    g = torch.Generator().manual_seed(seqlen)
+    kw = {"requires_grad": True, **kw}
+    return [
+        torch.randn(1, seqlen, 1, 64, generator=g).to(dtype).requires_grad_(kw["requires_grad"])
+        for _ in range(3)
+    ]
+
+
+def both(q, k, v):
+    """out and lse, both of which reach the loss."""
+    return flash_attn_func(q, k, v, causal=True, return_lse=True)
+
+
+def gradients(fn, q, k, v):
+    out, lse = fn(q, k, v)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse)))
+
+
+def same_bits(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_opcheck():
+    q, k, v = leaves()
+    torch.library.opcheck(OPS.fwd, (q, k, v), {"causal": True})
+    out, lse = (t.detach() for t in both(q, k, v))
+    given = (torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse)
+    torch.library.opcheck(OPS.bwd, given, {"causal": True})
+
+
+def test_opcheck_of_the_forms_that_fill_tensors():
+    """The schema, the fake and the functionalisation do not depend on the kernel."""
+    q, k, v = leaves(requires_grad=False)
+    how = {"backend": "reference"}
+    out, lse = OPS.fwd(q, k, v, **how)
+    torch.library.opcheck(OPS.fwd_out, (q, k, v, out, lse), how)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    torch.library.opcheck(OPS.bwd_out, (torch.ones_like(out), q, k, v, out, lse, None, *grads), how)
+
+
+def test_compiled_equals_eager_bit_for_bit():
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (64, 80):
+        q, k, v = leaves(seqlen)
+        assert same_bits(gradients(compiled, q, k, v), gradients(both, q, k, v)), seqlen
+    with torch.no_grad():
+        assert same_bits(compiled(q, k, v), both(q, k, v))
+
+
+def test_compiled_by_inductor():
+    q, k, v = leaves(requires_grad=False)
+    compiled = torch.compile(both, fullgraph=True, dynamic=True)
+    assert same_bits(compiled(q, k, v), both(q, k, v))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    q, k, v = leaves()
+
+    def checkpointed(*tensors):
+        return checkpoint(both, *tensors, use_reentrant=reentrant)
+
+    def backward(fn):
+        out, lse = fn(q, k, v)
+        (out.float().sum() + lse.sum()).backward()
+        grads = [t.grad for t in (q, k, v)]
+        q.grad = k.grad = v.grad = None
+        return grads
+
+    assert same_bits(backward(checkpointed), backward(both))
+
+
+def test_the_operator_differentiates_as_the_function_does():
+    q, k, v = leaves()
+
+    def operator(q, k, v):
+        return OPS.fwd(q, k, v, causal=True)
+
+    assert same_bits(gradients(operator, q, k, v), gradients(both, q, k, v))
+
+
+def test_functional_gradient():
+    q, k, v = leaves()
+    want = torch.autograd.grad(both(q, k, v)[0].float().sum(), q)[0]
+    q, k, v = (t.detach() for t in (q, k, v))
+    got = torch.func.grad(lambda q: both(q, k, v)[0].float().sum())(q)
+    assert torch.equal(got, want)
+
+
+def test_meta_and_fake_tensors():
+    q, k, v = leaves(requires_grad=False)
+    out, lse = both(*(t.to("meta") for t in (q, k, v)))
+    assert out.device.type == "meta" and out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == (1, 1, 64) and lse.dtype == torch.float32
+    with FakeTensorMode() as mode:
+        tensors = [mode.from_tensor(t).requires_grad_() for t in (q, k, v)]
+        both(*tensors)[0].sum().backward()
+        assert tensors[1].grad.shape == k.shape
+        cuda = [torch.empty(2, 9, 4, 64, dtype=torch.float16, device="cuda") for _ in range(3)]
+        assert both(*cuda)[0].device.type == "cuda"
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["its gradient", "the function alone"])
+def test_a_second_derivative_is_an_error_and_not_silence(seen):
+    q, k, v = leaves()
+    out, _ = both(q, k, v)
+    loss = out.float().square().sum() if seen else out.sum()  # the latter's dout has no history
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(fa_cute.UnsupportedError, match="twice"):
+        dq.float().square().sum().backward()
+
+
+def test_what_is_frozen_has_no_gradient():
+    q, k, v = leaves()
+    k.requires_grad_(False)
+    out, _ = both(q, k, v)
+    out.sum().backward()
+    assert q.grad is not None and k.grad is None and v.grad is not None
+
+
+def test_low_level_pair():
+    q, k, v = leaves()
+    out, lse, *grads = gradients(both, q, k, v)
+    nan = math.nan
+    mine = torch.full_like(out, nan), torch.full_like(lse, nan)
+    got = ops.flash_fwd(q, k, v, causal=True, out=mine[0], lse=mine[1])
+    assert got[0] is mine[0] and got[1] is mine[1] and same_bits(got, (out, lse))
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    dk = torch.full((1, 64, 2, 64), nan, dtype=k.dtype)[:, :, :1]  # rows of a wider tensor
+    options = {"dlse": torch.ones_like(lse), "causal": True, "dk": dk}
+    found = ops.flash_bwd(dout, q, k, v, *got, **options)
+    assert found[1] is dk and same_bits(found, grads)
+    assert not any(t.requires_grad for t in (*got, *found))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"out": torch.empty(1, 64, 1, 32, dtype=torch.bfloat16)},
+        {"out": torch.empty(1, 64, 1, 64)},
+        {"lse": torch.empty(1, 64, 1).transpose(1, 2)[:, :, ::2]},
+        {"out": torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)[..., ::2]},
+        {"window_size": 3},
+    ],
+    ids=["shape", "dtype", "lse", "strides", "window"],
+)
+def test_low_level_pair_checks_what_it_fills(wrong):
+    with pytest.raises(fa_cute.ArgumentError):
+        ops.flash_fwd(*leaves(requires_grad=False), **wrong)
+
+
+@pytest.mark.parametrize("error", ["dtype", "grad", "window"])
+def test_the_operators_validate(error, monkeypatch):
+    q, k, v = leaves(requires_grad=False)
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 64)
+    with pytest.raises(fa_cute.FaCuteError) as caught:
+        if error == "dtype":
+            OPS.fwd(q.float(), k.float(), v.float())
+        elif error == "grad":
+            OPS.bwd(out[:, :3], q, k, v, out, lse)
+        else:
+            OPS.fwd(q, k, v, None, False, 3, 0)
+    assert {"dtype": "fp32", "grad": "dout", "window": "window_size"}[error] in str(caught.value)
+
+
+def test_autocast_is_named():
+    x = [t.float() for t in leaves(requires_grad=False)]
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(fa_cute.UnsupportedError, match=r"fp32.*\n.*autocast"),
+    ):
+        flash_attn_func(*x)
+
+
+def no_repeatable_backward(problem, arch, deterministic):
+    return ("this row adds dq up in any order",) if deterministic else ()
+
+
+def test_determinism_is_never_dropped(monkeypatch):
+    monkeypatch.setattr(dispatch.tune, "missing_backward", no_repeatable_backward)
+    q, k, v = leaves()
+    with pytest.raises(fa_cute.DeterminismError, match="any order"):
+        flash_attn_func(q, k, v, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for warn_only in (False, True):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            with pytest.raises(fa_cute.DeterminismError, match="deterministic=False"):
+                flash_attn_func(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    given = [t.detach() for t in (q, q, k, v, q)]
+    with pytest.raises(fa_cute.DeterminismError):
+        ops.flash_bwd(*given, torch.zeros(1, 1, 64), deterministic=True)
+    assert not fa_cute.can_use(q, k, v, deterministic=True)
+
+
+def test_the_flag_of_the_forward_call_decides(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        dispatch.Call, "backward", lambda self, saved, dout, dlse, flag, grads: asked.append(flag)
+    )
+    q, k, v = leaves()
+    for flag, given in ((True, None), (False, None), (True, False)):
+        torch.use_deterministic_algorithms(flag)
+        try:
+            out, _ = flash_attn_func(q, k, v, deterministic=given, return_lse=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        out.sum().backward()
+    assert asked == [True, False, False]
+
+
+def test_no_operator_is_left_out():
+    assert {schema.partition("(")[0] for schema in operators.SCHEMAS} == {
+        "fwd",
+        "fwd_out",
+        "bwd",
+        "bwd_out",
+    }
