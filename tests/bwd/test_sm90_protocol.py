@@ -202,7 +202,7 @@ def test_stages_of_ds(schedule: str) -> None:
     """As many as the plan asks for hold; with one less, a warpgroup writes what the other reads."""
     with pytest.raises(PlanError, match="would overwrite dS"):
         BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 1})
-    cfg = BwdSm90Config(**{**KEYS_ROW, "schedule": schedule})
+    cfg = BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 3})
     needed = cfg.ds_stages_needed
     for stages in (needed, needed - 1):
         right = {

@@ -192,8 +192,8 @@ class BwdSm90Config:
 # dims.
 TILES = (
     {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows", "ds_stages": 3},
-    {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "ds_stages": 3},
-    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64, "ds_stages": 3},
+    {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "schedule": "lockstep"},
+    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64, "schedule": "lockstep"},
     {"head_dim": 192, "head_dim_v": 128, "tile_m": 64, "split": "roles"},
     {"head_dim": 192, "head_dim_v": 192, "tile_m": 64, "split": "roles"},
     {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
