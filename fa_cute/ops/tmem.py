@@ -41,21 +41,29 @@ class TmemMap:
         return cute.make_tensor(base + region.start + step * index, layout)
 
 
-def allocate(storage: cute.Pointer, cols: int) -> None:
-    """Whole warp: take `cols` columns; the address goes to SMEM, a barrier must follow."""
-    cute.arch.alloc_tmem(cols, storage)
-    cute.arch.relinquish_tmem_alloc_permit()
+def allocate(storage: cute.Pointer, cols: int, ctas: int = 1) -> None:
+    """Whole warp: take `cols` columns; the address goes to SMEM, a barrier must follow.
+
+    In a pair (`ctas` 2) a warp of each CTA does this.
+    """
+    cute.arch.alloc_tmem(cols, storage, is_two_cta=ctas == 2)
+    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=ctas == 2)
 
 
-def free(storage: cute.Pointer, cols: int) -> None:
-    """Whole warp, after everyone's last access."""
+def free(storage: cute.Pointer, cols: int, ctas: int = 1) -> None:
+    """Whole warp, after everyone's last access; in a pair after the other CTA's too."""
     base = cute.arch.retrieve_tmem_ptr(Float32, alignment=16, ptr_to_buffer_holding_addr=storage)
-    cute.arch.dealloc_tmem(base, cols)
+    cute.arch.dealloc_tmem(base, cols, is_two_cta=ctas == 2)
 
 
 def load_op(cols: int):
     """Copy atom: `cols` columns of this thread's lane into registers."""
     return cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(cols)), Float32)
+
+
+def load_max_op(cols: int):
+    """Copy atom like `load_op` that also gives the largest of the columns (sm_103a)."""
+    return cute.make_copy_atom(tcgen05.copy.LdRed32x32bOp(tcgen05.Repetition(cols)), Float32)
 
 
 def store_op(cols: int):

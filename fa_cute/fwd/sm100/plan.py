@@ -70,6 +70,7 @@ class FwdConfig:
     correction_regs: int = 80
     exp2: Exp2Split = ALL_ON_SFU
     p_head: int = 96  # keys of P that are handed over before the rest
+    max_by_load: bool = False  # the load of unmasked scores also finds their maximum (sm_103a)
     rescale_log2: float = 8.0  # O is rescaled only when a row maximum grows by more (log2 units)
     scheduler: str = "persistent"
     num_sms: int | None = None  # None: the architecture's usual part
@@ -85,6 +86,8 @@ class FwdConfig:
             raise PlanError(f"head_dim {self.head_dim}; a multiple of 32 up to 128")
         if self.p_head % 32 or not 0 < self.p_head < self.tile_n:
             raise PlanError(f"p_head {self.p_head}; a multiple of 32 in (0, {self.tile_n})")
+        if self.max_by_load and self.arch != "sm_103a":
+            raise PlanError(f"max_by_load on {self.arch}; sm_103a has tcgen05.ld.red")
         verify(self, self.target)
 
     @property

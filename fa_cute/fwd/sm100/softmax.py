@@ -94,14 +94,21 @@ class Softmax:
         s, stats, maximum, total = state
         tS, tP = rows
         n = cx.cfg.tile_n
-        load, src = tmem.source(tmem.load_op(32), tS, row.thread)
+        by_load = cx.cfg.max_by_load and not masked
+        op = tmem.load_max_op(32) if by_load else tmem.load_op(32)
+        load, src = tmem.source(op, tS, row.thread)
         store, dst = tmem.target(tmem.store_op(16), tP, row.thread)
         x_t2r, x = tmem.row_registers(load.partition_D, tS)  # the row: scores, then exponentials
         s.wait_and_advance()
-        cute.copy(load, src, x_t2r)
-        if const_expr(masked):
-            mask_above(x, row.k_hi - n_block * n)
-        new = softmax.row_max(x, maximum)
+        if const_expr(by_load):
+            largest = cute.make_rmem_tensor(((1, 1), *x_t2r.shape[1:]), Float32)  # per load
+            cute.copy(load, src, (x_t2r, largest))
+            new = softmax.row_max(largest, maximum)
+        else:
+            cute.copy(load, src, x_t2r)
+            if const_expr(masked):
+                mask_above(x, row.k_hi - n_block * n)
+            new = softmax.row_max(x, maximum)
         # Registers are ready as their values are used; this orders the reads before our signals.
         cute.arch.fence_view_async_tmem_load()
         factor = Float32(0.0)
