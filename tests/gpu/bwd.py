@@ -77,7 +77,8 @@ class Backward:
         )
         self.compile_s = time.time() - start
 
-    def __call__(self, q, k, v, out, lse, dout, dlse, scale, poison=False):
+    def __call__(self, tensors, scale, poison=False):
+        q, k, v, out, lse, dout, dlse = tensors
         n = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
         work = torch.empty(workspace_floats(self.cfg, self.spec, n), device=q.device)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -112,7 +113,7 @@ def check(run: Backward, sq: int, sk: int) -> dict:
     out, lse = reference.attention(q, k, v, scale, spec.causal)
     dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     lse = lse.contiguous()
-    got = run(q, k, v, out.to(q.dtype), lse, dout, dlse, scale, poison=True)
+    got = run((q, k, v, out.to(q.dtype), lse, dout, dlse), scale, poison=True)
     exact = reference.gradients(dout, q, k, v, scale, spec.causal, dlse=dlse)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     o, stats = reference.attention(*leaves, scale, spec.causal, dtype=None)
@@ -168,7 +169,7 @@ def repeat(dims, times=1000):
         q, k, v, dout, dlse = inputs(spec, 2000, 1900, heads_kv=2)
         out, lse = reference.attention(q, k, v, spec.head_dim**-0.5, causal)
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
-        args = (q, k, v, out.to(q.dtype), lse.contiguous(), dout, dlse, spec.head_dim**-0.5)
+        args = (q, k, v, out.to(q.dtype), lse.contiguous(), dout, dlse), spec.head_dim**-0.5
         first, noise = run(*args), torch.randn(2048, 2048, device="cuda")
         side = torch.cuda.Stream()
         different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -254,9 +255,9 @@ def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
     else:
         out, lse = forward(q, k, v, spec.causal)
         expect = next(iter(runs.values()))(
-            q, k, v, out, lse, dout, zero, spec.head_dim**-0.5, poison=True
+            (q, k, v, out, lse, dout, zero), spec.head_dim**-0.5, poison=True
         )
-    args = (q, k, v, out, lse, dout, zero, spec.head_dim**-0.5)
+    args = (q, k, v, out, lse, dout, zero), spec.head_dim**-0.5
     for name, run in runs.items():
         got = run(*args, poison=True)
         pairs = zip(got, expect[:3], strict=True)
@@ -281,7 +282,7 @@ def once(dims):
         out, lse = forward(q, k, v, False)
         run = Backward(spec)
         for _ in range(2):
-            run(q, k, v, out, lse, dout, torch.zeros_like(lse), spec.head_dim**-0.5)
+            run((q, k, v, out, lse, dout, torch.zeros_like(lse)), spec.head_dim**-0.5)
     return []
 
 

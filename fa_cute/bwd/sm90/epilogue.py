@@ -84,11 +84,11 @@ class Store:
     """One query head per kv head: in the tensor's dtype, through the shared memory of K and V, by
     TMA.
 
-    ``run(cx, ((gradient, registers), ...), lane, thread)`` with what the caller has of both.
+    ``write(cx, ((gradient, registers), ...), lane, thread)`` with what the caller has of both.
     """
 
     @cute.jit
-    def run(self, cx: BwdCtx, results, lane, thread):
+    def write(self, cx: BwdCtx, results, lane, thread):
         meet(cx)  # the other warpgroup may still be reading K for its last dQ
         for i in cutlass.range_constexpr(len(results)):
             gradient, acc = results[i]
@@ -111,7 +111,7 @@ class Add:
     ordered: bool  # by query head, each after the one before
 
     @cute.jit
-    def run(self, cx: BwdCtx, results, lane, thread):
+    def write(self, cx: BwdCtx, results, lane, thread):
         counter = cx.g.dkv_count + cx.dkv_tile()
         first = thread == 0 and lane.wg == 0
         if const_expr(self.ordered):

@@ -62,7 +62,7 @@ class Lagged:
         dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
         warpgroup.wait_group(0)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
-        self.epilogue.run(cx, ((DV, dV), (DK, dK)), lane, thread)
+        self.epilogue.write(cx, ((DV, dV), (DK, dK)), lane, thread)
 
     @cute.jit
     def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, first: cutlass.Constexpr[bool]):

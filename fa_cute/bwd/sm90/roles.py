@@ -126,7 +126,7 @@ class Values:
             q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
             self.step(cx, operands, dV, (m_block, q_full, do_full), lane, False)
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.run(cx, ((DV, dV),), lane, t)
+        self.epilogue.write(cx, ((DV, dV),), lane, t)
 
     @cute.jit
     def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, first: cutlass.Constexpr[bool]):
@@ -194,7 +194,7 @@ class Keys:
             q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
             self.step(cx, operands, dK, (m_block, q_full, do_full), lane, False)
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.run(cx, ((DK, dK),), lane, t)
+        self.epilogue.write(cx, ((DK, dK),), lane, t)
 
     @cute.jit
     def step(self, cx: BwdCtx, operands, dK, at, lane: Lane, first: cutlass.Constexpr[bool]):
