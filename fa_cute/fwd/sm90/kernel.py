@@ -90,7 +90,6 @@ class FwdSm90:
         self.kernel(args).launch(
             grid=order.grid(ctas),
             block=(c.warps.threads, 1, 1),
-            max_number_threads=(c.warps.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
