@@ -1,8 +1,8 @@
 """What a backward is traced with, and the scratch memory that one call needs.
 
 A call is three kernels over the tensors as the user holds them (q, out, dout, dq ``(batch,
-seqlen_q, heads, d)``; k, v,
-dk, dv ``(batch, seqlen_k, heads_kv, d)``; lse, dlse ``(batch, heads, seqlen_q)`` fp32):
+seqlen_q, heads, d)``; k, v, dk, dv ``(batch, seqlen_k, heads_kv, d)``; lse, dlse ``(batch, heads,
+seqlen_q)`` fp32):
 
     preprocess   lse_log2, delta = rowsum(dout * out) - dlse; zeroes the accumulators and counters
     main         dk, dv; adds its share of dq to an fp32 accumulator
@@ -18,8 +18,7 @@ from typing import Any
 
 from fa_cute.ops.arith import ceil_div
 
-# Sections of the workspace start on a multiple of this: 128 bytes, what bulk copies and L2 sectors
-# like.
+# Sections of the workspace start on a multiple of this: 128 bytes, a line of L2.
 ALIGN_FLOATS = 32
 
 
@@ -49,8 +48,7 @@ class Workspace:
     """Where each scratch array starts, in floats (counters are int32: the same four bytes).
 
     Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints
-    on the host, 64-bit
-    DSL integers where it is traced.
+    on the host, 64-bit DSL integers where it is traced.
     """
 
     lse: Any  # (batch, heads, rows_q) log2 units, +inf where a row sees nothing or does not exist
@@ -58,7 +56,7 @@ class Workspace:
     dq: Any  # (batch, heads, num_m, tile_m * head_dim) in fragment order
     dk: Any  # (batch, heads_kv, num_n, tile_n * head_dim) likewise; empty unless kv heads shared
     dv: Any  # (batch, heads_kv, num_n, tile_n * head_dim_v)
-    dq_count: Any  # (batch, heads, num_m) int32; empty unless deterministic
+    dq_count: Any  # (batch, heads, num_m, ctas) int32; empty unless deterministic
     dkv_count: Any  # (batch, heads_kv, num_n) int32; empty unless deterministic and shared
     size: Any  # floats in all
 
@@ -87,7 +85,9 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dk = dq + _aligned(rows_q * cfg.head_dim)
     dv = dk + _aligned(rows_k * cfg.head_dim)
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
-    dkv_count = dq_count + (_aligned(n.batch * n.heads * num_m) if spec.deterministic else 0)
+    # CTAs of a pair add to different rows of a dQ tile, each in its own order.
+    counts_q = n.batch * n.heads * num_m * getattr(cfg, "ctas", 1)
+    dkv_count = dq_count + (_aligned(counts_q) if spec.deterministic else 0)
     counts_kv = n.batch * n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, dkv_count + _aligned(counts_kv))
 

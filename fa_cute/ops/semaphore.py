@@ -1,10 +1,8 @@
 """Counters in global memory that let CTAs pass in a fixed order.
 
 A turnstile is an int32 that starts at 0. Whoever has rank ``r`` waits until it equals ``r``, does
-its work, and adds 1.
-Ranks count from 0 without gaps, and nobody waits for a CTA that is launched later than itself, so
-no set of resident
-CTAs can wait for one that has not started.
+its work, and adds 1. Ranks count from 0 without gaps, and nobody waits for a CTA that is launched
+later than itself, so no set of resident CTAs can wait for one that has not started.
 """
 
 from __future__ import annotations

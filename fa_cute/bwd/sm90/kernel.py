@@ -46,8 +46,8 @@ class BwdSm90:
     """The whole backward of one call: preprocess, main kernel, postprocess.
 
     ``__call__(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale, stream)``: tensors as the
-    user holds them, ``dlse``
-    may be None, ``work`` is `args.workspace_floats` fp32 elements, uninitialised.
+    user holds them, ``dlse`` may be None, ``work`` is `args.workspace_floats` fp32 elements,
+    uninitialised.
     """
 
     cfg: BwdSm90Config

@@ -5,8 +5,8 @@
     B(j): dQ(j - 1) = dS K, dV += P dO, dK += dS Q
 
 dQ of a step needs the dS of both warpgroups. A whole step later it is there without anybody
-waiting, so
-the warpgroups may be up to a step apart, and one computes exp2 while the other has the tensor core.
+waiting, so the warpgroups may be up to a step apart, and one computes exp2 while the other has the
+tensor core.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from fa_cute.bwd.sm90.products import (
 @dataclass(frozen=True)
 class Lagged:
     """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
-    load_do,
-    signals ds_<own>, dq_full_<own>."""
+    load_do, signals ds_<own>, dq_full_<own>."""
 
     epilogue: Any
 

@@ -38,8 +38,7 @@ from fa_cute.bwd.sm90.products import (
 @dataclass(frozen=True)
 class Lockstep:
     """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
-    load_do,
-    signals ds_<own>, dq_full_<own>."""
+    load_do, signals ds_<own>, dq_full_<own>."""
 
     epilogue: Any
 
@@ -107,8 +106,7 @@ class Lockstep:
         rP = operand(cx, P, cx.mmas.dv)
         score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
         rdS = operand(cx, dP, cx.mmas.dk)
-        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before
-        # it
+        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before it
         # signalled dS(m - 1), and that we have waited for.
         share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % 2], rdS)
         signal_ds(cx, lane.wg, m_block)

@@ -1,8 +1,8 @@
 """The map of the Hopper backward: warps, edges, shared memory, tile sizes.
 
 One CTA owns ``tile_n`` keys and walks over query blocks of ``tile_m`` rows. Two consumer
-warpgroups, each with half of
-the keys, five products per query block (A operand first, R = from registers):
+warpgroups, each with half of the keys, five products per query block (A operand first, R = from
+registers):
 
     S^T  = K Q^T      (keys x rows)      P^T = exp2(S^T * scale - lse)
     dP^T = V dO^T     (keys x rows)      dS^T = P^T * (dP^T - delta)
@@ -11,8 +11,8 @@ the keys, five products per query block (A operand first, R = from registers):
     dQ   = dS K       (rows x d)         needs the dS of both warpgroups: through sdS
 
 dQ goes to an fp32 accumulator in global memory, in the order in which the threads hold it
-("fragment order"), so that
-one bulk reduction moves a contiguous chunk. See `Chunks` for the order; the postprocess undoes it.
+("fragment order"), so that one bulk reduction moves a contiguous chunk. See `Chunks` for the order;
+the postprocess undoes it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
-    schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
-    ahead: "lockstep" issues the next S and dP before it waits for dK.
+    schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there). ahead:
+    "lockstep" issues the next S and dP before it waits for dK.
     """
 
     head_dim: int
@@ -188,8 +188,7 @@ class BwdSm90Config:
         )
 
 
-# Head dims of the tiles and how they are cut; a problem takes the first row that holds its head
-# dims.
+# Head dims of the tiles and how they are cut; a problem takes the first row that holds its own.
 TILES = (
     {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows", "ds_stages": 3},
     {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "schedule": "lockstep"},

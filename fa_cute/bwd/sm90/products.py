@@ -1,6 +1,6 @@
 """What the consumers of both splits have in common: issuing a product, and the arithmetic between
-the
-products, on registers in wgmma's order r = 4 j + 2 h + i (row + 8 h, column 8 j + i of a thread).
+the products, on registers in wgmma's order r = 4 j + 2 h + i (row + 8 h, column 8 j + i of a
+thread).
 """
 
 from __future__ import annotations

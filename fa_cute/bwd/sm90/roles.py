@@ -4,16 +4,13 @@
     keys     A(j): dP = V dO^T  | dS = P (dP - delta) | B(j): dQ(j - 1) right, dK += dS Q  | ...
 
 dK and dV of 64 keys and 256 columns fill half the registers of a warpgroup each, so one has dV and
-the
-other dK, both with their left operand in registers. P goes from `values` to `keys` in 16 bits (what
-dV
-uses too), fragment for fragment, through shared memory.
+the other dK, both with their left operand in registers. P goes from `values` to `keys` in 16 bits
+(what dV uses too), fragment for fragment, through shared memory.
 
 Turns on the tensor core go values, keys, values, keys; they order all there is to order about sdS
-and
-sP: dS(j - 1) is written before keys' B(j - 1), which is before both B(j); stage j % 2 is written
-again
-after keys' A(j + 2), and values' dQ(j) was complete before it passed the turn of keys' B(j + 1).
+and sP: dS(j - 1) is written before keys' B(j - 1), which is before both B(j); stage j % 2 is
+written again after keys' A(j + 2), and values' dQ(j) was complete before it passed the turn of
+keys' B(j + 1).
 """
 
 from __future__ import annotations
@@ -99,8 +96,7 @@ def vectors(fragment: cute.Tensor) -> cute.Tensor:
 @dataclass(frozen=True)
 class Values:
     """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full,
-    turn_1,
-    dq_full_0, releases load_q, load_do."""
+    turn_1, dq_full_0, releases load_q, load_do."""
 
     epilogue: Any
 
@@ -164,8 +160,7 @@ class Values:
 @dataclass(frozen=True)
 class Keys:
     """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals
-    turn_0,
-    dq_full_1, releases load_q, load_do."""
+    turn_0, dq_full_1, releases load_q, load_do."""
 
     epilogue: Any
 
