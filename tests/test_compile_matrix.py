@@ -8,6 +8,8 @@ from fa_cute import cli
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by NVIDIA's CuTe DSL")
 ROWS = list(cli.config_rows())
+# What the system takes of each CTA's shared memory: in a cubin's static size, not in the limit.
+SYSTEM_SMEM = 1024
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -18,4 +20,5 @@ def test_row_compiles_and_assembles_without_spills(row, arch, dtype):
     assert not usage.spills, usage
     assert usage.threads == warps.threads
     assert usage.regs <= warps.launch_regs
-    assert row.cfg.smem.total + usage.static_smem_bytes <= arch.smem_bytes
+    static = usage.static_smem_bytes - SYSTEM_SMEM
+    assert row.cfg.smem.total + static <= arch.smem_bytes

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import PlanError
 from . import snake
-from .base import Linear, Order, Scheduler, Tile, TileSpace, Walk, here
+from .base import Linear, Once, Order, Scheduler, Tile, TileSpace, Walk, here
 from .dynamic import Dynamic
 from .lpt import Lpt, LptPersistent, Sections, sectioned
 from .persistent import Persistent
@@ -55,6 +55,7 @@ __all__ = [
     "Linear",
     "Lpt",
     "LptPersistent",
+    "Once",
     "Order",
     "Persistent",
     "Scheduler",

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from ..ops.arith import lo
 
+PAST_EVERY_END = 2**31 - 1  # no index, since a space has fewer tiles
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -94,6 +96,25 @@ class Walk:
     def take(self, index: Any) -> Walk:
         """The same walk at a position that somebody else chose (a counter, a hardware queue)."""
         return Walk(self.order, index, self.step)
+
+
+@dataclass(frozen=True)
+class Once:
+    """A walk of one tile: the next index is past every end, a constant.
+
+    A tile loop over it is known to run once, so a kernel carries no position and never computes a
+    second tile (registers and divisions, where a role has none to spare).
+    """
+
+    order: Any
+    index: Any
+
+    def tile(self) -> Tile:
+        return self.order.at(self.index)
+
+    def next(self) -> Once:
+        kind = type(self.index)
+        return Once(self.order, kind(PAST_EVERY_END))
 
 
 def grid_of(num_clusters: Any, cluster: int) -> tuple[Any, int, int]:

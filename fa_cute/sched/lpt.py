@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ops.arith import at_most, hi, lo
-from .base import Tile, TileSpace, Walk, capped, grid_of
+from .base import Once, Tile, TileSpace, Walk, capped, grid_of
 
 # What a section may fill. The L2 of H100 and H200; on larger ones more sections than needed cost
 # nothing measurable.
@@ -65,8 +65,8 @@ class Lpt(Sections):
     def grid(self, num_sms: Any = None, cluster: int = 1) -> tuple[Any, int, int]:
         return grid_of(self.space.size, cluster)
 
-    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Walk:
-        return Walk(self, block // cluster, self.space.size)
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Once:
+        return Once(self, block // cluster)
 
 
 @dataclass(frozen=True)

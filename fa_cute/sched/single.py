@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Linear, Walk, grid_of
+from .base import Linear, Once, grid_of
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,6 @@ class Single(Linear):
     def grid(self, num_sms: Any = None, cluster: int = 1) -> tuple[Any, int, int]:
         return grid_of(self.space.size, cluster)
 
-    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Walk:
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Once:
         """The walk of CTA ``block``: its tile, then an index past the end."""
-        return Walk(self, block // cluster, self.space.size)
+        return Once(self, block // cluster)

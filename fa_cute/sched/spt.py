@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ops.mask import Band, Blocks, kv_blocks
-from .base import Tile, Walk, grid_of
+from .base import Once, Tile, grid_of
 from .lpt import Sections
 
 
@@ -55,8 +55,8 @@ class Ascending(Sections):
     def grid(self, num_sms: Any = None, cluster: int = 1) -> tuple[Any, int, int]:
         return grid_of(self.space.size, cluster)
 
-    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Walk:
-        return Walk(self, block // cluster, self.space.size)
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Once:
+        return Once(self, block // cluster)
 
 
 @dataclass(frozen=True)
