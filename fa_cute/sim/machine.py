@@ -80,6 +80,7 @@ class Machine:
         self.ready: collections.deque[Warp] = collections.deque()
         self.asking: list[Warp] = []  # blocked without a Signal: asked again when things happened
         self.spinning: list[Warp] = []  # poll memory: run again when something else happened
+        self.looks = 0  # how often who polls may still look
         self.fresh_progress = False  # something other than polling happened since the last round
         self.slices = 0  # whole time slices since some warp last reached a wait
         self.next_cluster = 0
@@ -246,8 +247,10 @@ class Machine:
             self.ask()
             if ready:
                 continue
-            if self.spinning and self.fresh_progress:
-                self.fresh_progress = False
+            if self.fresh_progress:
+                self.fresh_progress, self.looks = False, LOOKS
+            if self.spinning and self.looks:
+                self.looks -= 1
                 self.release_spinning()
                 continue
             if grow and self.spinning and limit < self.max_resident() and self.start_cluster():
@@ -324,6 +327,7 @@ SLOTS = 4  # clusters that a random schedule may run at once
 PREEMPT = 0.25  # probability that a woken warp goes before the one that woke it (random schedule)
 CHANGE_OF_RANK = 0.005  # probability per step of a priority schedule
 MAX_SLICES = 100  # time slices with nothing but computing, after which it counts as polling
+LOOKS = 2  # a poll goes on with what it loaded before it waited: only the next look is at news
 SPIN_INSTRUCTIONS = 64  # a polling loop is shorter than this
 
 
