@@ -103,3 +103,18 @@ class RowChunks:
     def runs(self, j: int) -> tuple[tuple[int, int, int, int], ...]:
         """Vector ``j`` as (rows, columns from the origin, first value, values side by side)."""
         return ((0, 4 * j, 0, 4),)
+
+
+@dataclass(frozen=True)
+class PairChunks(RowChunks):
+    """The same for a product of 128 rows by a pair of CTAs: a chunk is one CTA's half of the rows.
+
+    A lane holds half of the columns of a row: lane ``t`` row ``t % 64``, the half ``t // 64``.
+    """
+
+    col_chunks: int = 2  # pieces of the same size as if the columns were split
+
+    def origin(self, chunk: Any, t: Any) -> tuple[Any, Any]:
+        """(row, column) of the first value of thread ``t``."""
+        half = self.rows // 2
+        return chunk * half + t % half, t // half * (self.cols // 2)

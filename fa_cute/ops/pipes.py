@@ -108,12 +108,19 @@ class RoundState:
         return RoundState(self.stages, Int32(values[0]))
 
 
+PAIR_MASK = 3  # both CTAs of a cluster of two
+LEADER = 0  # the CTA of a pair whose warp issues the products, and whose barriers it waits on
+
+
 @dsl_user_op
-def arrive_warp(barrier, *, loc=None, ip=None) -> None:
-    """One arrival for the whole warp; the warp meets first, so it speaks for all its lanes."""
+def arrive_warp(barrier, rank=None, *, loc=None, ip=None) -> None:
+    """One arrival for the whole warp; the warp meets first, so it speaks for all its lanes.
+
+    With `rank`, on the same barrier of that CTA of the cluster.
+    """
     cute.arch.sync_warp(loc=loc, ip=ip)
     with cute.arch.elect_one(loc=loc, ip=ip):
-        cute.arch.mbarrier_arrive(barrier, loc=loc, ip=ip)
+        cute.arch.mbarrier_arrive(barrier, rank, loc=loc, ip=ip)
 
 
 @dataclass(frozen=True)
@@ -123,19 +130,27 @@ class EdgePipe(pipeline.PipelineAsync):
     `orders_tmem`: tensor-memory accesses are ordered by this edge.  So are those of a kernel with
     tensor-core edges by its edges among threads, which pass on what the tensor core told one side.
     The fences are no instructions, they only keep the compiler and the hardware from reordering.
+
+    `cta_group` 2: a pair of CTAs. Each has all barriers; who feeds the tensor core arrives on the
+    leader's, and what the tensor core commits arrives on both.
     """
 
     via: Via
     tx_bytes: int
     orders_tmem: bool
+    cta_group: int = 1
 
     def _arrive(self, sync, state, umma: bool, loc, ip) -> None:
         if umma:
-            sync.arrive(state.index, None, tcgen05.CtaGroup.ONE, loc=loc, ip=ip)
+            mask, group = None, tcgen05.CtaGroup.ONE
+            if self.cta_group == 2:
+                mask, group = PAIR_MASK, tcgen05.CtaGroup.TWO
+            sync.arrive(state.index, mask, group, loc=loc, ip=ip)
         else:
             if self.orders_tmem:
                 ptx.tcgen05_fence_before(loc=loc, ip=ip)
-            arrive_warp(sync.get_barrier(state.index, loc=loc, ip=ip), loc=loc, ip=ip)
+            rank = LEADER if self.cta_group == 2 else None  # a side of the tensor core
+            arrive_warp(sync.get_barrier(state.index, loc=loc, ip=ip), rank, loc=loc, ip=ip)
 
     @dsl_user_op
     def producer_acquire(
@@ -146,7 +161,17 @@ class EdgePipe(pipeline.PipelineAsync):
         self.sync_object_empty.wait(state.index, state.phase, loc=loc, ip=ip)
         if self.via in TMA_PRODUCER:
             brings = self.tx_bytes if tx_bytes is None else tx_bytes
-            self.sync_object_full.arrive_and_expect_tx(state.index, brings, loc=loc, ip=ip)
+            if self.cta_group == 1:
+                self.sync_object_full.arrive_and_expect_tx(state.index, brings, loc=loc, ip=ip)
+            else:  # the leader's barrier counts the bytes of both
+                if_generate(
+                    cute.arch.block_idx_in_cluster() == LEADER,
+                    lambda: self.sync_object_full.arrive_and_expect_tx(
+                        state.index, brings, loc=loc, ip=ip
+                    ),
+                    loc=loc,
+                    ip=ip,
+                )
 
     @dsl_user_op
     def producer_commit(self, state, *, loc=None, ip=None) -> None:
@@ -238,9 +263,9 @@ def build(topology, warps, smem) -> SimpleNamespace:
             empty = _sync(
                 empty_op, storage + edge.stages, edge.stages, released, 0, f"{edge.name}.empty"
             )
-        orders_tmem = has_tmem and edge.via in THREADS
+        orders_tmem, pair = has_tmem and edge.via in THREADS, edge.cta_group
         pipes[edge.name] = EdgePipe(
-            full, empty, edge.stages, None, None, edge.via, tx_bytes, orders_tmem
+            full, empty, edge.stages, None, None, edge.via, tx_bytes, orders_tmem, pair
         )
     return SimpleNamespace(**pipes)
 

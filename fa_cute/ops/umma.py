@@ -28,20 +28,26 @@ NEGATE_A = 1 << 13
 A_MN_MAJOR, B_MN_MAJOR = 1 << 15, 1 << 16
 
 
-def mma_ss(element, tile_mn, a_mn_major: bool = False, b_mn_major: bool = False):
-    """``D = A B^T`` with both operands in SMEM, fp32 accumulator; K-major unless said otherwise."""
+CTA_GROUPS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
+
+
+def mma_ss(element, tile_mn, a_mn_major: bool = False, b_mn_major: bool = False, ctas: int = 1):
+    """``D = A B^T`` with both operands in SMEM, fp32 accumulator; K-major unless said otherwise.
+
+    `ctas`: how many make the product together; `tile_mn` is theirs in all.
+    """
     return blackwell_helpers.make_trivial_tiled_mma(
         element,
         element,
         OperandMajorMode.MN if a_mn_major else OperandMajorMode.K,
         OperandMajorMode.MN if b_mn_major else OperandMajorMode.K,
         Float32,
-        tcgen05.CtaGroup.ONE,
+        CTA_GROUPS[ctas],
         tile_mn,
     )
 
 
-def mma_ts(element, tile_mn):
+def mma_ts(element, tile_mn, ctas: int = 1):
     """``D = A B`` with A in TMEM and B (K x N) contiguous along N in SMEM, fp32 accumulator."""
     return blackwell_helpers.make_trivial_tiled_mma(
         element,
@@ -49,7 +55,7 @@ def mma_ts(element, tile_mn):
         OperandMajorMode.K,
         OperandMajorMode.MN,
         Float32,
-        tcgen05.CtaGroup.ONE,
+        CTA_GROUPS[ctas],
         tile_mn,
         tcgen05.OperandSource.TMEM,
     )
@@ -102,7 +108,7 @@ def smem_operand(sX: cute.Tensor, fragment: cute.Tensor, layout) -> SmemOperand:
     return SmemOperand(start | (lbo_field << 16), hi, steps, fragment.layout.stride[-1])
 
 
-def _issue(a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
+def _issue(a_hi, a_steps, b_hi: int, b_steps, first_adds: bool, ctas: int) -> str:
     """PTX of one product.  $0 D, $1 A, $2 B, $3 instruction descriptor, $4 whether step 0 adds.
 
     The elected lane's number shifted out is 0, which the compiler does not know: otherwise it would
@@ -129,7 +135,7 @@ def _issue(a_hi, a_steps, b_hi: int, b_steps, first_adds: bool) -> str:
         lines += [f"add.s32 lo, b_lo, {b_step};", "mov.b64 b, {lo, b_hi};"]
         adds = "adds" if i == 0 and not first_adds else "1"
         lines.append(
-            f"@leader tcgen05.mma.cta_group::1.kind::f16 [$0], {a_operand}, b, $3, {adds};"
+            f"@leader tcgen05.mma.cta_group::{ctas}.kind::f16 [$0], {a_operand}, b, $3, {adds};"
         )
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -150,23 +156,27 @@ def _product(text: str, d, a, b, idesc, adds, *, loc=None, ip=None) -> None:
     )
 
 
-def product_ss(d, a: SmemOperand, a_slot, b: SmemOperand, b_slot, idesc, adds=0) -> None:
+def product_ss(
+    d, a: SmemOperand, a_slot, b: SmemOperand, b_slot, idesc, adds=0, ctas: int = 1
+) -> None:
     """Whole warp: issue ``D (+)= A B^T`` from SMEM, all K steps; the caller commits.
 
     `adds` (0 or 1) is about K step 0; later steps always add.
     """
-    text = _issue(a.hi, a.k_steps, b.hi, b.k_steps, False)
+    text = _issue(a.hi, a.k_steps, b.hi, b.k_steps, False, ctas)
     _product(text, d, a.at(a_slot), b.at(b_slot), idesc, adds)
 
 
-def product_ts(d, a_columns, b: SmemOperand, b_slot, idesc, adds, k_start: int = 0) -> None:
+def product_ts(
+    d, a_columns, b: SmemOperand, b_slot, idesc, adds, k_start: int = 0, ctas: int = 1
+) -> None:
     """Whole warp: issue ``D (+)= A B`` with A in TMEM, K steps from `k_start` on.
 
     `a_columns`: the column of A for each of these steps (a step of a 16-bit A takes 8).  `adds` (0
     or 1) is about K step 0; later steps always add.
     """
     steps = b.k_steps[k_start : k_start + len(a_columns)]
-    text = _issue(None, a_columns, b.hi, steps, k_start > 0)
+    text = _issue(None, a_columns, b.hi, steps, k_start > 0, ctas)
     _product(text, d, 0, b.at(b_slot), idesc, adds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -52,6 +52,14 @@ class Case:
             torch.randn(self.batch, s, h, self.head_dim, generator=g).to(DTYPES[self.dtype])
             for s, h in (q, k, k, q)
         ]
+
+
+ONE_CTA = {"ctas": 1, "q_stages": 2, "reduce_regs": 160, "compute_regs": 136}
+
+
+def alone(case: Case):
+    """The configuration of one CTA where a pair is the rule, as a cross-check."""
+    return replace(config(case.spec, SM100), **ONE_CTA)
 
 
 def run(case: Case, schedule: str = "early", cfg=None, **options):
@@ -140,23 +148,44 @@ def test_against_float64(case: Case) -> None:
         assert (got[0][:, :blind] == 0).all(), "no key, no gradient"
 
 
-def test_nothing_is_unordered() -> None:
+PAIR = [
+    Case((128, 256), head_dim=128),
+    Case((300, 513), head_dim=128, causal=True, with_dlse=True),
+]
+
+
+@pytest.mark.parametrize("case", PAIR, ids=str)
+def test_a_pair_and_one_cta_agree(case: Case) -> None:
+    """Within rounding: they add in different orders."""
+    pair, _ = run(case)
+    one, _ = run(case, cfg=alone(case))
+    check(case, one)
+    for a, b in zip(pair, one, strict=True):
+        assert tolerance.worst(a, b) <= 2 * torch.finfo(a.dtype).eps * b.abs().max().item()
+
+
+@pytest.mark.parametrize("case", [Case((384, 256), head_dim=d, causal=True) for d in (64, 128)])
+def test_nothing_is_unordered(case: Case) -> None:
     """Happens-before among all accesses to shared and tensor memory, over several blocks."""
-    case = Case((384, 256), head_dim=64, causal=True)
     _, session = run(case, races=True)
     assert not [race for launch in session.launches for race in launch.races]
 
 
-ORDERED = Case((300, 400), (2, 1), head_dim=64, causal=True, deterministic=True)
+ORDERED = [
+    Case((300, 400), (2, 1), head_dim=64, causal=True, deterministic=True),
+    Case((200, 800), head_dim=128, deterministic=True),
+    Case((300, 800), (2, 1), head_dim=128, causal=True, dtype="fp16", deterministic=True),
+]
 
 
 @pytest.mark.parametrize("resident", [1, 2, 3, None])
-def test_the_same_bits_in_every_schedule(resident) -> None:
-    """Also where only a few CTAs are there at once, in the order of the launch."""
-    want, _ = run(ORDERED)
-    check(ORDERED, want)
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_the_same_bits_in_every_schedule(case: Case, resident) -> None:
+    """Also where only a few clusters are there at once, in the order of the launch."""
+    want, _ = run(case)
+    check(case, want)
     for seed in range(4):
-        got, _ = run(ORDERED, f"random:{seed}", **({"resident": resident} if resident else {}))
+        got, _ = run(case, f"random:{seed}", resident=resident)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), seed
 
 

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...ops import epilogue, ptx, tmem
+from ...ops import ptx, tmem
 from ...ops.tmem import TmemMap
 from .ctx import BwdCtx
 from .plan import TEAMS
@@ -35,6 +35,7 @@ class Compute:
     mma_dkv: team 0 carries dV out, team 1 dK.
     """
 
+    exchange: Any
     epilogue: Any
 
     @cute.jit
@@ -92,9 +93,8 @@ class Compute:
         self.gradients(x, tdP, sDelta, lane.thread)
         delta_full.release()
         self.pack(cx, x, tdS, lane.thread)
-        self.to_shared(cx, x, lane)
+        self.exchange.put(cx, x, lane.team, lane.thread)
         cute.arch.fence_view_async_tmem_store()
-        cute.arch.fence_view_async_shared()  # dS before the tensor core's reads
         cx.pipes.compute_ds.signal(0)
         return s, dp, lse, delta
 
@@ -147,13 +147,6 @@ class Compute:
             group = cute.local_tile(x, (GROUP,), (g,))
             cute.local_tile(values, (GROUP,), (g,)).store(group.load().to(cx.products.element))
             cute.copy(store, r2t[None, None, g], dst[None, None, g])
-
-    def to_shared(self, cx: BwdCtx, x: cute.Tensor, lane: Lane):
-        """Write this team's part of a key's row of dS."""
-        s = cx.smem.operand("sdS", "dS rows")
-        row = epilogue.swizzled_row(s, cx.smem.layouts["dS rows"], lane.thread)
-        offset = lane.team * row.group_bytes  # a team's rows are one column group
-        epilogue.row_to_smem(x, row, offset, cx.products.element)
 
 
 @cute.jit

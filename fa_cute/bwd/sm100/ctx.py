@@ -17,6 +17,7 @@ from ...sched import Tile
 from ..args import BwdSpec
 from .plan import BwdConfig
 
+A_OPERANDS = ("K of s", "V of dp")
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -33,23 +34,25 @@ class Products:
     def mma(self, name: str):
         """Tiled MMA of "s", "dp" (keys x rows), "dv", "dk" (keys x cols) or "dq" (rows x cols)."""
         c = self.cfg
+        mn = self.tile(name)[:2]
         return {
-            "s": lambda: umma.mma_ss(self.element, (c.tile_n, c.tile_m)),
-            "dp": lambda: umma.mma_ss(self.element, (c.tile_n, c.tile_m)),
-            "dv": lambda: umma.mma_ts(self.element, (c.tile_n, c.head_dim_v)),
-            "dk": lambda: umma.mma_ts(self.element, (c.tile_n, c.head_dim)),
-            "dq": lambda: umma.mma_ss(self.element, (c.tile_m, c.head_dim), True, True),
+            "s": lambda: umma.mma_ss(self.element, mn, ctas=c.ctas),
+            "dp": lambda: umma.mma_ss(self.element, mn, ctas=c.ctas),
+            "dv": lambda: umma.mma_ts(self.element, mn, ctas=c.ctas),
+            "dk": lambda: umma.mma_ts(self.element, mn, ctas=c.ctas),
+            "dq": lambda: umma.mma_ss(self.element, mn, True, True, ctas=c.ctas),
         }[name]()
 
     def tile(self, name: str) -> tuple[int, int, int]:
-        """(M, N, K) of a product."""
+        """(M, N, K) of a product, of both CTAs of a pair."""
         c = self.cfg
+        n = c.cluster_n
         return {
-            "s": (c.tile_n, c.tile_m, c.head_dim),
-            "dp": (c.tile_n, c.tile_m, c.head_dim_v),
-            "dv": (c.tile_n, c.head_dim_v, c.tile_m),
-            "dk": (c.tile_n, c.head_dim, c.tile_m),
-            "dq": (c.tile_m, c.head_dim, c.tile_n),
+            "s": (n, c.tile_m, c.head_dim),
+            "dp": (n, c.tile_m, c.head_dim_v),
+            "dv": (n, c.head_dim_v, c.tile_m),
+            "dk": (n, c.head_dim, c.tile_m),
+            "dq": (c.tile_m, c.head_dim, n),
         }[name]
 
     def layout_a(self, name: str, stages: int = 1):
@@ -79,10 +82,10 @@ class Products:
             "Q of s": self.layout_b("s", c.q_stages),
             "dO of dp": self.layout_b("dp", c.do_stages),
             "dO of dv": self.layout_b("dv", c.do_stages),
-            "Q of dk": self.layout_b("dk", c.q_stages),
+            "Q of dk": self.layout_b("dk", 1 if c.pair else c.q_stages),
             "dS of dq": self.layout_a("dq"),
             "K of dq": self.layout_b("dq"),
-            "dS rows": self.rows_layout(c.tile_n, c.tile_m),
+            "dS rows": self.rows_layout(c.cluster_n, c.tile_m // c.ctas),
             "dK rows": self.rows_layout(c.tile_n, c.head_dim),
             "dV rows": self.rows_layout(c.tile_n, c.head_dim_v),
         }
@@ -92,16 +95,9 @@ class Products:
 class Globals:
     """Everything that crosses the kernel boundary: TMA views, scratch memory, scalars."""
 
-    tma_q: cute.CopyAtom
-    tma_k: cute.CopyAtom
-    tma_v: cute.CopyAtom
-    tma_do: cute.CopyAtom
+    loads: Any  # (copy atom, TMA tensor) for each of the plan's loads
     tma_dk: Any  # CopyAtom, None where kv heads are shared
     tma_dv: Any
-    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
-    mK: cute.Tensor  # (seqlen_k, head_dim, heads_kv, batch)
-    mV: cute.Tensor
-    mdO: cute.Tensor
     mdK: Any  # TMA tensor; where kv heads are shared the fp32 accumulator (pointer)
     mdV: Any
     mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units
@@ -112,6 +108,10 @@ class Globals:
     order: Any  # of the tiles
     scale: Float32
     scale_log2: Float32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads: Int32
+    heads_kv: Int32
 
 
 @dataclass(frozen=True)
@@ -121,21 +121,22 @@ class Smem:
     base: cute.Pointer
     tmem_address: cute.Pointer
     layouts: Any
-    plan: Any
+    cfg: BwdConfig
     element: Any
 
-    def operand(self, field: str, use: str) -> cute.Tensor:
+    def operand(self, use: str) -> cute.Tensor:
         """A field in the layout of one of its uses."""
         layout = self.layouts[use]
-        start = self.base + self.plan.offset(field)
+        start = self.base + self.cfg.smem.offset(self.cfg.field_of(use))
         return cute.make_tensor(
             cute.recast_ptr(start, layout.inner, dtype=self.element), layout.outer
         )
 
     def floats(self, field: str) -> cute.Tensor:
         """(floats, stages)."""
-        f = self.plan[field]
-        start = cute.recast_ptr(self.base + self.plan.offset(field), dtype=Float32)
+        plan = self.cfg.smem
+        f = plan[field]
+        start = cute.recast_ptr(self.base + plan.offset(field), dtype=Float32)
         return cute.make_tensor(start.align(16), cute.make_layout((f.bytes // 4, f.stages)))
 
 
@@ -150,9 +151,16 @@ class BwdCtx:
     pipes: Any  # ops.pipes.EdgePipe by edge name
     barriers: Any  # NamedBarrier by name
     products: Products
-    tile: Tile
-    seqlen_q: Int32
-    seqlen_k: Int32
+    tile: Tile  # of the cluster
+    rank: Any  # of this CTA in it; 0 where it is alone
+
+    @property
+    def seqlen_q(self):
+        return self.g.seqlen_q
+
+    @property
+    def seqlen_k(self):
+        return self.g.seqlen_k
 
     @property
     def mask(self) -> mask.Band:
@@ -160,32 +168,35 @@ class BwdCtx:
 
     @property
     def n_block(self):
-        return self.tile.n_block
+        """This CTA's block of keys; the last cluster may have one that does not exist."""
+        return self.tile.n_block * self.cfg.ctas + self.rank
 
     @property
     def head_kv(self):
         return self.tile.head // self.spec.qhead_per_kvhead
 
     def q_blocks(self) -> mask.Blocks:
-        """Query blocks of this CTA, at least one, and which of them need no element mask."""
+        """Query blocks of this cluster, at least one, and which of them need no element mask."""
         c = self.cfg
         return mask.q_blocks(
-            self.mask, self.n_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k
+            self.mask, self.tile.n_block, c.tile_m, c.cluster_n, self.seqlen_q, self.seqlen_k
         )
 
     def kv_blocks(self, m_block) -> mask.Blocks:
-        """KV blocks that add to a dQ tile."""
+        """Clusters' blocks of keys that add to a dQ tile."""
         c = self.cfg
-        return mask.kv_blocks(self.mask, m_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k)
+        return mask.kv_blocks(
+            self.mask, m_block, c.tile_m, c.cluster_n, self.seqlen_q, self.seqlen_k
+        )
 
     def dq_tile(self, m_block):
         """Number of a dQ tile in the accumulator, 64 bits."""
         num_m = ceil_div(self.seqlen_q, self.cfg.tile_m)
-        heads = self.g.mQ.shape[2]
+        heads = self.g.heads
         return (Int64(self.tile.batch) * heads + self.tile.head) * num_m + m_block
 
     def dkv_tile(self):
         """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
         num_n = ceil_div(self.seqlen_k, self.cfg.tile_n)
-        heads = self.g.mK.shape[2]
+        heads = self.g.heads_kv
         return (Int64(self.tile.batch) * heads + self.head_kv) * num_n + self.n_block

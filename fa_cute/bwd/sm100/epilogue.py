@@ -57,7 +57,7 @@ class Store:
     @cute.jit
     def one(self, cx: BwdCtx, result: cutlass.Constexpr, thread):
         rows, use = TmemMap(cx.cfg.tmem).rows(result.name), f"{result.name} rows"
-        shared = cx.smem.operand(f"s{result.name}", use)
+        shared = cx.smem.operand(use)
         out = epilogue.swizzled_row(shared, cx.smem.layouts[use], thread)
         done = cx.pipes.mma_dkv.lane_consumer(result.team)
         done.wait_and_advance()  # also: the products that read K or V are done
@@ -101,9 +101,10 @@ class Add:
             if first:
                 wait_turn(counter, dkv_lock(cx.tile.head, cx.spec.qhead_per_kvhead))
             cx.barriers.epilogue.arrive_and_wait()
-        for result in RESULTS:
-            if team == result.team:
-                self.one(cx, result, thread)
+        if cx.n_block * cx.cfg.tile_n < cx.seqlen_k:  # else there is no place for these zeros
+            for result in RESULTS:
+                if team == result.team:
+                    self.one(cx, result, thread)
         if const_expr(self.ordered):
             cute.arch.fence_acq_rel_gpu()  # each thread's additions before the turn is passed
             cx.barriers.epilogue.arrive_and_wait()

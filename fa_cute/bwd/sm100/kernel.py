@@ -10,18 +10,19 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ... import sched
-from ...ops import pipes
+from ...ops import pipes, tmem, umma
 from ...ops.arith import ceil_div
 from ...ops.score import LOG2_E
 from ..args import BwdSpec, workspace
 from ..postprocess import BwdPostprocess
 from ..preprocess import BwdPreprocess, sizes_of
 from .compute import Compute
-from .ctx import DTYPES, BwdCtx, Globals, Products, Smem
+from .ctx import A_OPERANDS, DTYPES, BwdCtx, Globals, Products, Smem
 from .epilogue import Add, Store
+from .exchange import Exchange, Keep
 from .load import Load
 from .mma import Mma
-from .plan import BwdConfig
+from .plan import TURNED, BwdConfig
 from .reduce_dq import AnyOrder, ReduceDq, Turnstile
 
 
@@ -84,9 +85,10 @@ def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
 
 
-def as_tma(t: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch)."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+def as_tma(t: cute.Tensor, turned: bool = False) -> cute.Tensor:
+    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch), or as (d, seqlen, ...)."""
+    mode = [3, 1, 2, 0] if turned else [1, 3, 2, 0]
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=mode))
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,16 @@ class Main:
         mQ, mK = inputs[0], inputs[1]
         at = workspace(c, self.spec, sizes_of(mQ, mK))
         seqlen_q, seqlen_k = mQ.shape[1], mK.shape[1]
-        space = sched.TileSpace(ceil_div(seqlen_k, c.tile_n), mQ.shape[2], mQ.shape[0])
+        space = sched.TileSpace(ceil_div(seqlen_k, c.cluster_n), mQ.shape[2], mQ.shape[0])
         row_bytes = 2 * (c.head_dim + c.head_dim_v) + 4 * c.head_dim
         order = sched.make(c.scheduler, space, seqlen_k=seqlen_q, kv_bytes_per_row=row_bytes)
         g = self.globals(inputs, outputs, mWork, (at, order, softmax_scale))
         self.kernel(g).launch(
-            grid=order.grid(), block=(c.warps.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=order.grid(cluster=c.ctas),
+            block=(c.warps.threads, 1, 1),
+            cluster=(c.ctas, 1, 1) if c.pair else None,
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     def globals(self, inputs, outputs, mWork: cute.Tensor, rest) -> Globals:
@@ -117,12 +123,22 @@ class Main:
         c, spec = self.cfg, self.spec
         products = Products(c, DTYPES[spec.dtype])
         layouts = products.layouts()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp(umma.CTA_GROUPS[c.ctas])
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q, k, v, dout = inputs
+        tensors = {"Q": q, "K": k, "V": v, "dO": dout}
 
-        def operand(make, tensor, use, product):
+        def operand(use):
+            tensor, product = use.split(" of ")
+            mma = products.mma(product)
             slot = cute.select(layouts[use], mode=[0, 1, 2])
-            tile, mma = products.tile(product), products.mma(product)
-            made = make(load, as_tma(tensor), slot, tile, mma)
+            cluster = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma.thr_id.shape,))
+            helpers = cute.nvgpu
+            make = helpers.make_tiled_tma_atom_B
+            if use in A_OPERANDS:
+                make = helpers.make_tiled_tma_atom_A
+            g = as_tma(tensors[tensor], turned=use in TURNED)
+            made = make(load, g, slot, products.tile(product), mma, cluster.shape)
             return made[0], made[1]
 
         def result(tensor, use, cols):
@@ -130,12 +146,6 @@ class Main:
             made = cpasync.make_tiled_tma_atom(store, as_tma(tensor), slot, (c.tile_n, cols))
             return made[0], made[1]
 
-        a, b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        q, k, v, dout = inputs
-        tma_q, mQ = operand(b, q, "Q of s", "s")
-        tma_k, mK = operand(a, k, "K of s", "s")
-        tma_v, mV = operand(a, v, "V of dp", "dp")
-        tma_do, mdO = operand(b, dout, "dO of dp", "dp")
         if spec.shares_kv:
             tma_dk, mdK = None, section(mWork, at.dk)
             tma_dv, mdV = None, section(mWork, at.dv)
@@ -146,16 +156,9 @@ class Main:
         rows_q = ceil_div(seqlen_q, c.tile_m) * c.tile_m
         rows = cute.make_layout((rows_q, heads, batch), stride=(1, rows_q, Int64(rows_q) * heads))
         return Globals(
-            tma_q=tma_q,
-            tma_k=tma_k,
-            tma_v=tma_v,
-            tma_do=tma_do,
+            loads=tuple(operand(use) for use in c.loads),
             tma_dk=tma_dk,
             tma_dv=tma_dv,
-            mQ=mQ,
-            mK=mK,
-            mV=mV,
-            mdO=mdO,
             mdK=mdK,
             mdV=mdV,
             mLse=cute.make_tensor(section(mWork, at.lse), rows),
@@ -166,6 +169,10 @@ class Main:
             order=order,
             scale=scale,
             scale_log2=scale * LOG2_E,
+            seqlen_q=seqlen_q,
+            seqlen_k=k.shape[1],
+            heads=heads,
+            heads_kv=k.shape[2],
         )
 
     @property
@@ -174,7 +181,10 @@ class Main:
         spec = self.spec
         bodies = {
             "reduce": ReduceDq(Turnstile() if spec.deterministic else AnyOrder()),
-            "compute": Compute(Add(spec.deterministic) if spec.shares_kv else Store()),
+            "compute": Compute(
+                Exchange() if self.cfg.pair else Keep(),
+                Add(spec.deterministic) if spec.shares_kv else Store(),
+            ),
             "mma": Mma(),
             "load": Load(),
             "idle": Idle(),
@@ -193,21 +203,26 @@ class Main:
         )
         base = allocator.allocate(c.smem.field_bytes, 1024)
         if warp == c.warps["load"].start:
-            for atom in (g.tma_q, g.tma_k, g.tma_v, g.tma_do):
-                cpasync.prefetch_descriptor(atom)
+            for i in cutlass.range_constexpr(len(g.loads)):
+                cpasync.prefetch_descriptor(g.loads[i][0])
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        rank = 0
+        if const_expr(c.pair):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
             g=g,
-            smem=Smem(base, address, products.layouts(), c.smem, element),
+            smem=Smem(base, address, products.layouts(), c, element),
             pipes=edges,
             barriers=pipes.barriers(c.topology, c.warps),
             products=products,
-            tile=sched.here(g.order).tile(),
-            seqlen_q=g.mQ.shape[0],
-            seqlen_k=g.mK.shape[0],
+            tile=sched.here(g.order, c.ctas).tile(),
+            rank=rank,
         )
         for i in cutlass.range_constexpr(len(self.program)):
             role, body = self.program[i]
@@ -217,3 +232,9 @@ class Main:
                 else:
                     cute.arch.setmaxregister_decrease(role.regs)
                 body.run(cx)
+        if const_expr(c.pair):
+            # Nobody leaves, or frees tensor memory, while the other CTA may still reach for it.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            if warp == c.warps["mma"].start:
+                tmem.free(address, c.tmem.alloc_cols, c.ctas)

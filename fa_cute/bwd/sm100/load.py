@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from .ctx import BwdCtx
+from .ctx import A_OPERANDS, BwdCtx
+from .plan import TURNED
 
 
 @dataclass(frozen=True)
 class Load:
     """One warp, TMA.  Feeds load_k, load_v once and load_q, load_lse, load_do, load_delta per query
-    block; waits until mma and compute free their slots.
+    block; waits until mma and compute free their slots.  In a pair also load_kt once and load_qt.
 
     Order of the copies: K Q lse V dO delta, Q lse dO delta ...  Rows past the end of a sequence
     arrive as zeros; their statistics exist in the workspace.
@@ -23,77 +24,84 @@ class Load:
 
     @cute.jit
     def run(self, cx: BwdCtx):
-        g, tile, pipes = cx.g, cx.tile, cx.pipes
-        lse = cute.local_tile(g.mLse[None, tile.head, tile.batch], (cx.cfg.tile_m,), (None,))
-        delta = cute.local_tile(g.mDelta[None, tile.head, tile.batch], (cx.cfg.tile_m,), (None,))
-        sLse, sDelta = cx.smem.floats("sLse"), cx.smem.floats("sDelta")
-        tKsK, tKgK = self.rows(cx, ("sK", "s", g.tma_k), g.mK, cx.head_kv)
-        tVsV, tVgV = self.rows(cx, ("sV", "dp", g.tma_v), g.mV, cx.head_kv)
-        tQsQ, tQgQ = self.rows(cx, ("sQ", "s", g.tma_q), g.mQ, tile.head)
-        tOsO, tOgO = self.rows(cx, ("sdO", "dp", g.tma_do), g.mdO, tile.head)
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-
+        tile, pipes, pair = cx.tile, cx.pipes, cx.cfg.pair
+        block = tile.n_block
+        copy_k, copy_v = self.rows(cx, "K of s"), self.rows(cx, "V of dp")
+        copy_q, copy_do = self.rows(cx, "Q of s"), self.rows(cx, "dO of dp")
+        copy_lse, copy_delta = self.stats(cx, "sLse"), self.stats(cx, "sDelta")
         k, v = pipes.load_k.lane_producer(0), pipes.load_v.lane_producer(0)
         q, do = pipes.load_q.make_producer(), pipes.load_do.make_producer()
-        stat_q, stat_do = pipes.load_lse.make_producer(), pipes.load_delta.make_producer()
+        lse, delta = pipes.load_lse.make_producer(), pipes.load_delta.make_producer()
+        if const_expr(pair):
+            copy_kt, copy_qt = self.rows(cx, "K of dq"), self.rows(cx, "Q of dk")
+            copy_dot = self.rows(cx, "dO of dv")
+            kt, qt = pipes.load_kt.lane_producer(0), pipes.load_qt.lane_producer(0)
         k_free = k.acquire_and_advance()
-        cute.copy(g.tma_k, tKgK[None, cx.n_block], tKsK[None, 0], tma_bar_ptr=k_free.barrier)
+        copy_k(block, 0, k_free.barrier)
         blocks = cx.q_blocks()
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             q_free = q.acquire_and_advance()
-            cute.copy(
-                g.tma_q, tQgQ[None, m_block], tQsQ[None, q_free.index], tma_bar_ptr=q_free.barrier
-            )
-            lse_free = stat_q.acquire_and_advance()
-            with cute.arch.elect_one():
-                cute.copy(
-                    bulk, lse[None, m_block], sLse[None, lse_free.index], mbar_ptr=lse_free.barrier
-                )
+            copy_q(m_block, q_free.index, q_free.barrier)
+            lse_free = lse.acquire_and_advance()
+            copy_lse(m_block, lse_free.index, lse_free.barrier)
             if m_block == blocks.lo:
                 # V is needed after the first S: behind K and Q
                 v_free = v.acquire_and_advance()
-                cute.copy(
-                    g.tma_v, tVgV[None, cx.n_block], tVsV[None, 0], tma_bar_ptr=v_free.barrier
-                )
+                copy_v(block, 0, v_free.barrier)
             do_free = do.acquire_and_advance()
-            cute.copy(
-                g.tma_do,
-                tOgO[None, m_block],
-                tOsO[None, do_free.index],
-                tma_bar_ptr=do_free.barrier,
-            )
-            delta_free = stat_do.acquire_and_advance()
-            with cute.arch.elect_one():
-                cute.copy(
-                    bulk,
-                    delta[None, m_block],
-                    sDelta[None, delta_free.index],
-                    mbar_ptr=delta_free.barrier,
-                )
+            copy_do(m_block, do_free.index, do_free.barrier)
+            if const_expr(pair):
+                copy_dot(m_block, do_free.index, do_free.barrier)
+            delta_free = delta.acquire_and_advance()
+            copy_delta(m_block, delta_free.index, delta_free.barrier)
+            if const_expr(pair):
+                qt_free = qt.acquire_and_advance()
+                copy_qt(m_block, 0, qt_free.barrier)
+                if m_block == blocks.lo:
+                    kt_free = kt.acquire_and_advance()
+                    copy_kt(block, 0, kt_free.barrier)
         # No copy may be in flight, and no release may land, after the CTA has left.
         q.tail()
         do.tail()
-        stat_q.tail()
-        stat_do.tail()
+        lse.tail()
+        delta.tail()
+        if const_expr(pair):
+            qt.tail()
 
-    def rows(self, cx: BwdCtx, what, tensor: cute.Tensor, head):
-        """(shared (TMA, STAGE), global (TMA, BLOCK)) sides of a TMA copy of whole rows.
-
-        what: field, the product whose operand it is, and the copy atom.  K and V are A operands.
-        """
-        field, product, atom = what
-        thr = cx.products.mma(product).get_slice(0)
-        m, n, k = cx.products.tile(product)
-        is_a = field in ("sK", "sV")
-        g = cute.local_tile(
-            tensor[None, None, head, cx.tile.batch], (m if is_a else n, k), (None, 0)
-        )
+    def rows(self, cx: BwdCtx, use: str):
+        """A function that copies block b of an operand to a slot; its bytes complete a barrier."""
+        c, p = cx.cfg, cx.products
+        tensor, product = use.split(" of ")
+        atom, g = cx.g.loads[c.loads.index(use)]
+        thr = p.mma(product).get_slice(cx.rank)
+        m, n, k = p.tile(product)
+        head = cx.head_kv if tensor in ("K", "V") else cx.tile.head
+        is_a, turned = use in A_OPERANDS, use in TURNED
+        at = (0, None) if turned else (None, 0)  # blocks of keys or queries
+        g = cute.local_tile(g[None, None, head, cx.tile.batch], (m if is_a else n, k), at)
         operand = thr.partition_A(g) if is_a else thr.partition_B(g)
-        shared = cx.smem.operand(field, f"{field[1:]} of {product}")
-        return cpasync.tma_partition(
+        to, source = cpasync.tma_partition(
             atom,
             0,
             cute.make_layout(1),
-            cute.group_modes(shared, 0, 3),
+            cute.group_modes(cx.smem.operand(use), 0, 3),
             cute.group_modes(operand, 0, 3),
         )
+
+        def copy(block, slot, barrier):
+            cute.copy(atom, source[None, block], to[None, slot], tma_bar_ptr=barrier)
+
+        return copy
+
+    def stats(self, cx: BwdCtx, field: str):
+        """The same for statistics of the rows of a block."""
+        g = cx.g.mLse if field == "sLse" else cx.g.mDelta
+        g = cute.local_tile(g[None, cx.tile.head, cx.tile.batch], (cx.cfg.tile_m,), (None,))
+        to = cx.smem.floats(field)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+
+        def copy(block, slot, barrier):
+            with cute.arch.elect_one():
+                cute.copy(bulk, g[None, block], to[None, slot], mbar_ptr=barrier)
+
+        return copy

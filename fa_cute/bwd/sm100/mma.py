@@ -7,9 +7,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ...ops import tmem, umma
+from ...ops.pipes import LEADER
 from .ctx import BwdCtx
 from .plan import TEAMS
 
@@ -33,27 +34,27 @@ def operands(cx: BwdCtx) -> Operands:
     """All of them; slots of a ring differ by a step."""
     p = cx.products
 
-    def a(field: str, product: str):
-        s = cx.smem.operand(field, use := f"{field[1:]} of {product}")
-        return umma.smem_operand(s, p.mma(product).make_fragment_A(s), cx.smem.layouts[use])
+    def a(use: str):
+        s, mma = cx.smem.operand(use), p.mma(use.split(" of ")[1])
+        return umma.smem_operand(s, mma.make_fragment_A(s), cx.smem.layouts[use])
 
-    def b(field: str, product: str):
-        s = cx.smem.operand(field, use := f"{field[1:]} of {product}")
-        return umma.smem_operand(s, p.mma(product).make_fragment_B(s), cx.smem.layouts[use])
+    def b(use: str):
+        s, mma = cx.smem.operand(use), p.mma(use.split(" of ")[1])
+        return umma.smem_operand(s, mma.make_fragment_B(s), cx.smem.layouts[use])
 
     def idesc(product: str, a_mn_major: bool = False, b_mn_major: bool = False) -> int:
         m, n, _ = p.tile(product)
         return umma.instruction_descriptor(p.element, m, n, a_mn_major, b_mn_major)
 
     return Operands(
-        k_s=a("sK", "s"),
-        q_s=b("sQ", "s"),
-        v_dp=a("sV", "dp"),
-        do_dp=b("sdO", "dp"),
-        do_dv=b("sdO", "dv"),
-        q_dk=b("sQ", "dk"),
-        ds_dq=a("sdS", "dq"),
-        k_dq=b("sK", "dq"),
+        k_s=a("K of s"),
+        q_s=b("Q of s"),
+        v_dp=a("V of dp"),
+        do_dp=b("dO of dp"),
+        do_dv=b("dO of dv"),
+        q_dk=b("Q of dk"),
+        ds_dq=a("dS of dq"),
+        k_dq=b("K of dq"),
         idesc={
             "s": idesc("s"),
             "dp": idesc("dp"),
@@ -69,14 +70,28 @@ class Mma:
     """One warp.  Waits load_*, compute_p, compute_ds and (through its slot of mma_dq) reduce; feeds
     mma_s, mma_dp, mma_dq and mma_dkv.
 
-    Also owns the tensor memory: it allocates, and frees when everyone is through.
+    Also owns the tensor memory: it allocates, and frees when everyone is through.  In a pair one
+    warp of each CTA does that, and the leader's issues the products of both.
     """
 
     @cute.jit
     def run(self, cx: BwdCtx):
-        c, pipes = cx.cfg, cx.pipes  # in loops: cx.pipes, which the DSL does not carry
-        tmem.allocate(cx.smem.tmem_address, c.tmem.alloc_cols)
+        c = cx.cfg
+        tmem.allocate(cx.smem.tmem_address, c.tmem.alloc_cols, c.ctas)
         cx.barriers.tmem.arrive_and_wait()  # compute and reduce wait for the allocation
+        if const_expr(c.pair):
+            if cx.rank == LEADER:
+                self.products(cx)
+        else:
+            self.products(cx)
+        cx.barriers.tmem.arrive_and_wait()  # the others' last accesses
+        if const_expr(not c.pair):  # else both CTAs have to meet first
+            tmem.free(cx.smem.tmem_address, c.tmem.alloc_cols)
+
+    @cute.jit
+    def products(self, cx: BwdCtx):
+        """All products of the CTA, or of the pair."""
+        c, pipes, n = cx.cfg, cx.pipes, cx.cfg.ctas  # in loops cx.pipes: the DSL would carry pipes
         op = operands(cx)
         S, dP, dV, dK, dQ = (c.tmem[name].start for name in ("S0", "dP0", "dV", "dK", "dQ"))
         P = self.packed(cx, "P")
@@ -86,40 +101,52 @@ class Mma:
         q, do = pipes.load_q.make_consumer(), pipes.load_do.make_consumer()
         p, ds = pipes.compute_p.lane_consumer(0), pipes.compute_ds.lane_consumer(0)
         dq = pipes.mma_dq.lane_producer(0)
+        if const_expr(c.pair):
+            kt, qt = pipes.load_kt.lane_consumer(0), pipes.load_qt.lane_consumer(0)
         blocks = cx.q_blocks()
         k.wait_and_advance()
         q_slot = q.wait_and_advance().index
-        umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"])
+        umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"], ctas=n)
         pipes.mma_s.signal(0)
+        if const_expr(c.pair):
+            pipes.load_q.release_slot(q_slot)  # dK has its own copy
         v.wait_and_advance()
         last = blocks.hi - 1
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             adds = Int32(m_block != blocks.lo)
             do_full = do.wait_and_advance()
             dq_free = dq.acquire_and_advance()  # reduce read the dQ that dP replaces
-            umma.product_ss(dP, op.v_dp, 0, op.do_dp, do_full.index, op.idesc["dp"])
+            umma.product_ss(dP, op.v_dp, 0, op.do_dp, do_full.index, op.idesc["dp"], ctas=n)
             cx.pipes.mma_dp.signal(0)
             p.wait_and_advance()
-            umma.product_ts(dV, P, op.do_dv, do_full.index, op.idesc["dv"], adds)
+            umma.product_ts(dV, P, op.do_dv, do_full.index, op.idesc["dv"], adds, ctas=n)
             do_full.release()
             q_now = q_slot
             if m_block != last:
                 # In order behind the product that reads P, which lies over S.
                 q_slot = q.wait_and_advance().index
-                umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"])
+                umma.product_ss(S, op.k_s, 0, op.q_s, q_slot, op.idesc["s"], ctas=n)
                 cx.pipes.mma_s.signal(0)
+                if const_expr(c.pair):
+                    cx.pipes.load_q.release_slot(q_slot)
             else:
                 cx.pipes.mma_dkv.signal(0)  # dV
-            ds.wait_and_advance()
-            umma.product_ts(dK, dS, op.q_dk, q_now, op.idesc["dk"], adds)
-            cx.pipes.load_q.release_slot(q_now)
+            if const_expr(c.pair):
+                qt.wait_and_advance()
+                if m_block == blocks.lo:
+                    kt.wait_and_advance()
+                ds.wait_and_advance()
+                umma.product_ts(dK, dS, op.q_dk, 0, op.idesc["dk"], adds, ctas=n)
+                cx.pipes.load_qt.release_slot(0)
+            else:
+                ds.wait_and_advance()
+                umma.product_ts(dK, dS, op.q_dk, q_now, op.idesc["dk"], adds)
+                cx.pipes.load_q.release_slot(q_now)
             # In order behind the product that reads dS, over which dQ lies.
-            umma.product_ss(dQ, op.ds_dq, 0, op.k_dq, 0, op.idesc["dq"])
+            umma.product_ss(dQ, op.ds_dq, 0, op.k_dq, 0, op.idesc["dq"], ctas=n)
             dq_free.commit()
         cx.pipes.mma_dkv.signal(1)  # dK; also, nothing reads K any more
         dq.tail()
-        cx.barriers.tmem.arrive_and_wait()  # the others' last accesses
-        tmem.free(cx.smem.tmem_address, c.tmem.alloc_cols)
 
     def packed(self, cx: BwdCtx, name: str) -> tuple[int, ...]:
         """Columns of the K steps of P or dS: each team's rows are together."""

@@ -52,13 +52,16 @@ from ...plan import (
     verify,
 )
 from ..args import BwdSpec
-from ..chunks import RowChunks
+from ..chunks import PairChunks, RowChunks
 
 ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
 RESERVED_BYTES = 1024  # barriers, the tensor-memory address, and what rounds them up
 SM_REGISTERS = 65536
 TEAMS = 2  # of compute warps
+LSE_STAGES = 2
+# Operands by "<tensor> of <product>"; of these a column of the tensor is a row.
+TURNED = ("K of dq", "Q of dk", "dO of dv")
 HEAD_DIMS = (64, 96, 128)
 REDUCE_COLS = 32  # columns of dQ that one bulk addition takes
 
@@ -74,9 +77,10 @@ class BwdConfig:
     tile_n: int = 128  # keys of a CTA
     q_stages: int = 2
     do_stages: int = 1
-    reduce_regs: int = 152
+    reduce_regs: int = 160
     compute_regs: int = 136
     scheduler: str = "ascending"
+    ctas: int = 1  # that work on neighbouring blocks of keys, in a cluster
 
     def __post_init__(self) -> None:
         if (self.tile_m, self.tile_n) != (128, 128):
@@ -86,7 +90,11 @@ class BwdConfig:
                 f"head_dim {self.head_dim} and head_dim_v {self.head_dim_v}; both one of "
                 f"{HEAD_DIMS}"
             )
-        if self.q_stages < 2:
+        if self.ctas not in (1, 2):
+            raise PlanError(f"{self.ctas} CTAs; 1, or 2 as a pair")
+        if self.pair and self.head_dim != 128:
+            raise PlanError(f"a pair of CTAs with head_dim {self.head_dim}; it has 128")
+        if not self.pair and self.q_stages < 2:
             raise PlanError(f"q_stages {self.q_stages}; S of the next block needs a second one")
         verify(self, self.target)
 
@@ -94,6 +102,32 @@ class BwdConfig:
     def target(self) -> archs.Arch:
         """The architecture whose limits hold."""
         return archs.get(self.arch)
+
+    @property
+    def pair(self) -> bool:
+        """Whether two CTAs make each product together."""
+        return self.ctas == 2
+
+    @property
+    def cluster_n(self) -> int:
+        """Keys of a cluster."""
+        return self.ctas * self.tile_n
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """Operands that are brought by themselves, "<tensor> of <product>".
+
+        A CTA of a pair holds half of each B operand, rows for one product and columns for another,
+        so these are two fields; else one field serves both.
+        """
+        alone = ("K of s", "V of dp", "Q of s", "dO of dp")
+        return (*alone, *TURNED) if self.pair else alone
+
+    def field_of(self, use: str) -> str:
+        """The SMEM field of an operand."""
+        tensor = use.partition(" of ")[0]
+        turned = self.pair and use in TURNED
+        return f"s{tensor.removesuffix(' rows')}{'t' if turned else ''}"
 
     @property
     def other_regs(self) -> int:
@@ -119,26 +153,56 @@ class BwdConfig:
     @property
     def topology(self) -> Topology:
         """The graph of the module's docstring."""
-        q, do = self.q_stages, self.do_stages
-        return Topology(
-            edges=(
-                Edge("load_k", Via.TMA_UMMA, "load", "mma", tx=("sK",)),
-                Edge("load_v", Via.TMA_UMMA, "load", "mma", tx=("sV",)),
+        q, do, c = self.q_stages, self.do_stages, self.ctas
+        two = {"cta_group": c}
+        if self.pair:
+            loads = (
+                Edge("load_q", Via.TMA_UMMA, "load", "mma", q, tx=("sQ",), **two),
+                Edge("load_do", Via.TMA_UMMA, "load", "mma", do, tx=("sdO", "sdOt"), **two),
+                Edge("load_qt", Via.TMA_UMMA, "load", "mma", tx=("sQt",), **two),
+                Edge("load_kt", Via.TMA_UMMA, "load", "mma", tx=("sKt",), **two),
+            )
+        else:
+            loads = (
                 Edge("load_q", Via.TMA_UMMA, "load", "mma", q, tx=("sQ",)),
                 Edge("load_do", Via.TMA_UMMA, "load", "mma", do, tx=("sdO",)),
-                Edge("load_lse", Via.TMA_ASYNC, "load", "compute", q, tx=("sLse",)),
+            )
+        return Topology(
+            edges=(
+                Edge("load_k", Via.TMA_UMMA, "load", "mma", tx=("sK",), **two),
+                Edge("load_v", Via.TMA_UMMA, "load", "mma", tx=("sV",), **two),
+                *loads,
+                Edge("load_lse", Via.TMA_ASYNC, "load", "compute", LSE_STAGES, tx=("sLse",)),
                 Edge("load_delta", Via.TMA_ASYNC, "load", "compute", do, tx=("sDelta",)),
                 # S may be overwritten when the product that reads P, over it, is issued.
-                Edge("mma_s", Via.UMMA_ASYNC, "mma", "compute", ordered_by="compute_p"),
+                Edge("mma_s", Via.UMMA_ASYNC, "mma", "compute", ordered_by="compute_p", **two),
                 # P may be replaced when the next S is there: its commit covers that product too.
-                Edge("compute_p", Via.ASYNC_UMMA, "compute", "mma", ordered_by="mma_s"),
+                Edge(
+                    "compute_p",
+                    Via.ASYNC_UMMA,
+                    "compute",
+                    "mma",
+                    ordered_by="mma_s",
+                    src_ctas=c,
+                    **two,
+                ),
                 # dP overwrites dQ, so it waits for mma_dq; dS, below dQ, was consumed before that.
-                Edge("mma_dp", Via.UMMA_ASYNC, "mma", "compute", ordered_by="mma_dq"),
+                Edge("mma_dp", Via.UMMA_ASYNC, "mma", "compute", ordered_by="mma_dq", **two),
                 # Both copies of dS may be replaced when the next dP is there, as for P.
-                Edge("compute_ds", Via.ASYNC_UMMA, "compute", "mma", ordered_by="mma_dp"),
-                Edge("mma_dq", Via.UMMA_ASYNC, "mma", "reduce"),
+                Edge(
+                    "compute_ds",
+                    Via.ASYNC_UMMA,
+                    "compute",
+                    "mma",
+                    ordered_by="mma_dp",
+                    src_ctas=c,
+                    **two,
+                ),
+                Edge("mma_dq", Via.UMMA_ASYNC, "mma", "reduce", dst_ctas=c, **two),
                 # dV and dK, once: nothing comes after them.
-                Edge("mma_dkv", Via.UMMA_ASYNC, "mma", "compute", TEAMS, ordered_by="mma_dq"),
+                Edge(
+                    "mma_dkv", Via.UMMA_ASYNC, "mma", "compute", TEAMS, ordered_by="mma_dq", **two
+                ),
             ),
             barriers=(
                 Barrier("tmem", ("reduce", "compute", "mma")),
@@ -154,7 +218,8 @@ class BwdConfig:
         """Accumulators, and what replaces them."""
         half, packed = self.tile_m // TEAMS, self.tile_m // TEAMS // 2
         dp, dv = self.tile_m, 2 * self.tile_m
-        over_dq = ("dP0", "dP1") if self.head_dim > half else ("dP0",)
+        dq_cols = self.head_dim // self.ctas  # lanes of a pair: two halves of 64 rows
+        over_dq = ("dP0", "dP1") if dq_cols > half else ("dP0",)
         return TmemPlan(
             (
                 TmemRegion("S0", 0, half),
@@ -165,7 +230,7 @@ class BwdConfig:
                 TmemRegion("dP1", dp + half, half),
                 TmemRegion("dS0", dp, packed, over="dP0"),
                 TmemRegion("dS1", dp + half, packed, over="dP1"),
-                TmemRegion("dQ", dp, self.head_dim, over=over_dq),
+                TmemRegion("dQ", dp, dq_cols, over=over_dq),
                 TmemRegion("dV", dv, self.head_dim_v),
                 TmemRegion("dK", dv + self.head_dim_v, self.head_dim),
             )
@@ -180,19 +245,26 @@ class BwdConfig:
     def smem(self) -> SmemPlan:
         """Byte map; every operand starts on a swizzle pattern."""
         keys, rows = self.tile_n * ELEMENT_BYTES, self.tile_m * ELEMENT_BYTES
-        stat = self.tile_m * FLOAT_BYTES
+        stat, d, dv = self.tile_m * FLOAT_BYTES, self.head_dim, self.head_dim_v
+        q, do, share = self.q_stages, self.do_stages, self.ctas
+        turned = (
+            SmemField("sQt", rows * d // share),
+            SmemField("sdOt", rows * dv // share, do),
+            SmemField("sKt", self.ctas * keys * d // share),
+        )
         return SmemPlan(
             (
-                SmemField("sK", keys * self.head_dim),
-                SmemField("sV", keys * self.head_dim_v),
-                SmemField("sQ", rows * self.head_dim, self.q_stages),
-                SmemField("sdO", rows * self.head_dim_v, self.do_stages),
+                SmemField("sK", keys * d),
+                SmemField("sV", keys * dv),
+                SmemField("sQ", rows * d // share, q),
+                SmemField("sdO", rows * dv // share, do),
+                *(turned if self.pair else ()),
                 SmemField("sdS", keys * self.tile_m),
                 SmemField("sdQ", REDUCE_COLS * self.tile_m * FLOAT_BYTES, self.dq_buffers),
-                SmemField("sdK", keys * self.head_dim, over="sK"),
-                SmemField("sdV", keys * self.head_dim_v, over="sV"),
-                SmemField("sLse", stat, self.q_stages, align=128),
-                SmemField("sDelta", stat, self.do_stages, align=128),
+                SmemField("sdK", keys * d, over="sK"),
+                SmemField("sdV", keys * dv, over="sV"),
+                SmemField("sLse", stat, LSE_STAGES, align=128),
+                SmemField("sDelta", stat, do, align=128),
             ),
             reserved_bytes=RESERVED_BYTES,
         )
@@ -200,7 +272,7 @@ class BwdConfig:
     @property
     def dq_chunks(self) -> RowChunks:
         """Order of dQ in its accumulator, and the postprocess's share of it."""
-        return RowChunks(self.tile_m, self.head_dim, 2)
+        return (PairChunks if self.pair else RowChunks)(self.tile_m, self.head_dim, 2)
 
     @property
     def dk_chunks(self) -> RowChunks:
@@ -222,9 +294,13 @@ def config(spec: BwdSpec, arch: archs.Arch) -> BwdConfig:
         )
     # Longest first. Where dQ has an order and the mask is causal, the launches follow it instead.
     order = "spt" if spec.causal and spec.deterministic else "ascending"
+    # The pair reads less shared memory per product and adds half as much dQ; its registers: a lane
+    # of dQ is half as long. head_dim 64 is bound by the exponentials.
+    pair = {"ctas": 2, "q_stages": 1, "reduce_regs": 136, "compute_regs": 144}
     return BwdConfig(
         arch=arch.name,
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         scheduler=order,
+        **(pair if spec.head_dim == 128 else {}),
     )

@@ -36,8 +36,8 @@ class Turnstile:
     @cute.jit
     def begin(self, cx: BwdCtx, m_block):
         """Wait for the KV blocks before this one."""
-        rank = lock_value(cx.mask, cx.n_block, cx.kv_blocks(m_block))
-        wait_turn(cx.g.dq_count + cx.dq_tile(m_block), rank)
+        rank = lock_value(cx.mask, cx.tile.n_block, cx.kv_blocks(m_block))
+        wait_turn(self.counter(cx, m_block), rank)
         # what the turn before us added was written by its bulk engine and is read by ours
         cute.arch.fence_proxy("async.global")
 
@@ -46,7 +46,11 @@ class Turnstile:
         """The additions must be complete, not just their source read, before the next turn."""
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.fence_proxy("async.global")
-        pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
+        pass_turn(self.counter(cx, m_block))
+
+    def counter(self, cx: BwdCtx, m_block) -> cute.Pointer:
+        """CTAs of a pair add to different rows: each has its own."""
+        return cx.g.dq_count + cx.dq_tile(m_block) * cx.cfg.ctas + cx.rank
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,9 @@ class ReduceDq:
         c = cx.cfg
         cx.barriers.tmem.arrive_and_wait()  # mma allocated
         thread = cute.arch.thread_idx()[0]
-        tQ = TmemMap(c.tmem).rows("dQ")  # (128, head_dim)
+        tQ = TmemMap(c.tmem).rows("dQ")  # (128, head_dim); in a pair (2 * 64, head_dim / 2)
         load, src = tmem.source(tmem.load_op(REDUCE_COLS), tQ, thread)
-        buffers, pieces = c.dq_buffers, c.head_dim // REDUCE_COLS
+        buffers, pieces = c.dq_buffers, c.tmem["dQ"].cols // REDUCE_COLS
         sdQ = cx.smem.floats("sdQ")
         issuer = thread == 0
         dq = cx.pipes.mma_dq.lane_consumer(0)
@@ -77,7 +81,8 @@ class ReduceDq:
             cute.copy(load, src, dq_t2r)
             cute.arch.fence_view_async_tmem_load()
             dq_full.release()
-            to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
+            tile = c.tile_m * c.head_dim
+            to = cx.g.dq + cx.dq_tile(m_block) * tile + cx.rank * (tile // c.ctas)
             for i in cutlass.range_constexpr(pieces):
                 slot = sdQ[None, i % buffers].iterator
                 self.store(cute.local_tile(row, (REDUCE_COLS,), (i,)), slot, thread, c.tile_m)
