@@ -67,6 +67,7 @@ class Load:
         delta.tail()
         if const_expr(pair):
             qt.tail()
+            kt.tail()
 
     def rows(self, cx: BwdCtx, use: str):
         """A function that copies block b of an operand to a slot; its bytes complete a barrier."""

@@ -146,6 +146,8 @@ class Mma:
             umma.product_ss(dQ, op.ds_dq, 0, op.k_dq, 0, op.idesc["dq"], ctas=n)
             dq_free.commit()
         cx.pipes.mma_dkv.signal(1)  # dK; also, nothing reads K any more
+        if const_expr(c.pair):
+            pipes.load_kt.release_slot(0)
         dq.tail()
 
     def packed(self, cx: BwdCtx, name: str) -> tuple[int, ...]:
