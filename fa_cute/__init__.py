@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .errors import (
     ArgumentError,
+    CompileDuringCaptureError,
     CompileError,
     DeterminismError,
     FaCuteError,
@@ -14,10 +15,18 @@ from .errors import (
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"flash_attn_func": "api", "can_use": "api", "supports": "api", "Support": "api"}
+_PUBLIC = {
+    "Support": "api",
+    "can_use": "api",
+    "flash_attn_func": "api",
+    "jit_monitor": "compile",
+    "merge_attention": "merge",
+    "supports": "api",
+}
 
 __all__ = [
     "ArgumentError",
+    "CompileDuringCaptureError",
     "CompileError",
     "DeterminismError",
     "FaCuteError",
@@ -27,6 +36,8 @@ __all__ = [
     "UnsupportedError",
     "can_use",
     "flash_attn_func",
+    "jit_monitor",
+    "merge_attention",
     "supports",
 ]
 
@@ -36,7 +47,9 @@ def __getattr__(name: str):
     if name in _PUBLIC:
         from importlib import import_module
 
-        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+        found = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = found  # asked once: this takes longer than a call of the kernel
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,19 +1,22 @@
 """Compiled kernels on disk: where they lie, what their name says, how one is written and trusted.
 
-An entry is a file named after the hash of everything that its content depends on. It is written
-elsewhere and renamed, so a reader sees all of it or nothing. Nothing in it is unpickled.
+An entry is a file named after the hash of everything that its content depends on, which it also
+holds as text, beside a hash of the kernel itself. It is written elsewhere and renamed, so a reader
+sees all of it or nothing; one process makes it while others wait. Nothing in it is unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
 import json
 import os
 import platform
+import struct
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache as once
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +27,9 @@ from .errors import ArgumentError
 MODES = ("rw", "ro", "off")
 KERNEL_SOURCES = ("plan", "ops", "sched", "fwd", "bwd", "arch.py", "compile.py", "cache.py")
 HOST_SOURCES = "sim/host*.py"
+MAGIC = b"fa_cute kernel 1\n"
+SUFFIXES = (".sim", ".cuda")
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _log = log.get("cache")
 _warned: set[str] = set()
 
@@ -63,10 +69,24 @@ def plain(value):
     raise TypeError(f"{type(value).__qualname__} cannot be part of a cache key")
 
 
-def key(*parts) -> str:
-    """The name of the entry for these parts, these sources and these versions."""
-    text = json.dumps([plain(parts), versions(), source_hash()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+@dataclass(frozen=True)
+class Entry:
+    """A kernel's place in the cache, and what it is compiled from."""
+
+    name: str  # of the file
+    made_of: dict  # what the name is a hash of, as JSON
+
+    @property
+    def path(self) -> Path:
+        return root() / self.name
+
+
+def entry(kind: str, target: str, *parts) -> Entry:
+    """The entry of these parts, these sources and these versions."""
+    made_of = {"parts": plain(parts), "target": target, "versions": versions()}
+    made_of["sources"] = source_hash()
+    text = json.dumps(made_of, sort_keys=True)
+    return Entry(f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:40]}.{target}", made_of)
 
 
 @once
@@ -102,42 +122,166 @@ def _python_files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
-def find(name: str) -> Path | None:
-    """The entry's file, if there is one that this user alone could have written."""
-    if mode() == "off":
-        return None
-    file = root() / name
+class BadEntryError(Exception):
+    """A file that is not a whole entry, or not the one that its name says."""
+
+
+def pack(made_of: dict, payload: bytes, **notes) -> bytes:
+    """An entry's file: magic, length of the header, header as JSON, the kernel."""
+    header = {
+        "made_of": made_of,
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        "bytes": len(payload),
+        **notes,
+    }
+    head = json.dumps(header).encode()
+    return MAGIC + struct.pack("<I", len(head)) + head + payload
+
+
+def unpack(data: bytes) -> tuple[dict, bytes]:
+    """Header and kernel; raises BadEntryError unless all of it is there, unchanged."""
+    start = len(MAGIC) + 4
+    if not data.startswith(MAGIC) or len(data) < start:
+        raise BadEntryError("no entry of this version")
+    end = start + struct.unpack("<I", data[len(MAGIC) : start])[0]
     try:
-        for path in (file.parent, file):
-            status = path.stat()
-            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-                warn_once(f"{path} belongs to or can be written by somebody else; it is not read")
+        header = json.loads(data[start:end])
+        digest = header["sha256"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadEntryError(f"its header cannot be read: {error}") from error
+    if hashlib.sha256(data[end:]).hexdigest() != digest:
+        raise BadEntryError("it is truncated or was changed")
+    return header, data[end:]
+
+
+def is_ours(path: Path, status: os.stat_result) -> bool:
+    """Whether nobody but this user can have written a file or can write in a folder."""
+    if not hasattr(os, "getuid"):
+        return True
+    if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        return True
+    warn_once(f"{path} belongs to or can be written by somebody else; it is not used")
+    return False
+
+
+def read_file(path: Path) -> bytes | None:
+    """A file that this user alone can have written; None where there is none."""
+    try:
+        if not is_ours(path.parent, path.parent.stat()):
+            return None
+        with os.fdopen(os.open(path, os.O_RDONLY | NO_FOLLOW), "rb") as file:
+            if not is_ours(path, os.fstat(file.fileno())):
                 return None
-    except OSError:
+            return file.read()
+    except FileNotFoundError:
         return None
-    return file
+    except OSError as error:
+        warn_once(f"{path} cannot be read: {error}")
+        return None
 
 
-def store(name: str, write: Callable[[Path], None]) -> None:
-    """Make the entry by ``write(path)``; a folder that cannot be written costs one warning."""
+def find(entry: Entry) -> bytes | None:
+    """The kernel of an entry; one that is damaged or is another's is dropped with one warning."""
+    data = None if mode() == "off" else read_file(entry.path)
+    if data is None:
+        return None
+    try:
+        header, payload = unpack(data)
+        if header["made_of"] != entry.made_of:
+            raise BadEntryError("it holds another kernel")
+    except BadEntryError as error:
+        drop(entry, error)
+        return None
+    return payload
+
+
+def store(entry: Entry, payload: bytes, **notes) -> None:
+    """Keep a kernel; a folder that cannot be written costs one warning."""
     if mode() != "rw":
         return
+    folder = root()
     try:
-        root().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=root()) as folder:
-            file = Path(folder) / name
-            write(file)
-            file.chmod(0o600)
-            os.replace(file, root() / name)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not is_ours(folder, folder.stat()):
+            return
+        number, name = tempfile.mkstemp(prefix=".new-", dir=folder)  # with mode 0600
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(pack(entry.made_of, payload, **notes))
+            os.replace(name, entry.path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
-        warn_once(f"the kernel cache {root()} cannot be written: {error}")
+        warn_once(f"the kernel cache {folder} cannot be written: {error}")
 
 
-def drop(name: str, why: BaseException) -> None:
-    """Remove an entry that could not be loaded."""
-    warn_once(f"cache entry {name} is rebuilt: {why}")
+def drop(entry: Entry, why: BaseException) -> None:
+    """Remove an entry that cannot be loaded."""
+    warn_once(f"cache entry {entry.name} is rebuilt: {why}")
     if mode() == "rw":
-        (root() / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            entry.path.unlink(missing_ok=True)
+
+
+def entries() -> list[Path]:
+    """The files of all entries, by name."""
+    try:
+        return sorted(p for p in root().iterdir() if p.suffix in SUFFIXES)
+    except OSError:
+        return []
+
+
+def lock_seconds() -> float:
+    """FA_CUTE_COMPILE_TIMEOUT: how long to wait for a compile, here or in another process."""
+    given = os.environ.get("FA_CUTE_COMPILE_TIMEOUT", "").strip() or "600"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(f"FA_CUTE_COMPILE_TIMEOUT is {given!r}; it must be a number of seconds")
+    return seconds
+
+
+def _lock_folder() -> Path:
+    """FA_CUTE_LOCK_DIR, or a folder of this user for temporary files: local, where locks work."""
+    given = os.environ.get("FA_CUTE_LOCK_DIR", "").strip()
+    if given:
+        return Path(given).expanduser()
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"fa_cute-locks-{user}"
+
+
+@contextlib.contextmanager
+def lock(entry: Entry):
+    """One process at a time makes an entry. Who waited too long makes it too, for itself."""
+    held = _acquire(entry) if mode() == "rw" else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.release()
+
+
+def _acquire(entry: Entry):
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError:  # without it two processes may compile one kernel, no more
+        return None
+    folder = _lock_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not is_ours(folder, folder.lstat()):
+            return None
+        held = FileLock(str(folder / f"{entry.name}.lock"), mode=0o600)
+        held.acquire(timeout=lock_seconds(), poll_interval=0.1)
+        return held
+    except Timeout:
+        warn_once(f"another process has been compiling {entry.name} for {lock_seconds():g} s")
+    except (OSError, NotImplementedError) as error:
+        warn_once(f"no lock in {folder}: {error}")
+    return None
 
 
 def warn_once(message: str) -> None:

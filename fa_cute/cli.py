@@ -1,4 +1,4 @@
-"""The command line: plan, support, regs, doctor.
+"""The command line: plan, support, regs, warmup, cache, doctor.
 
 Exit codes: 0 fine, 1 something found (unsupported, spills, a failed check), 2 wrong usage, 3 the
 environment lacks what the command needs.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from importlib import metadata
 
-from . import __version__
+from . import __version__, cli_cache
 from . import arch as archs
 from .errors import CompileError, FaCuteError, UnsupportedError
 
@@ -24,7 +24,11 @@ VARIABLES = {
     "FA_CUTE_BACKEND": "backend for backend='auto': cuda, sim or reference",
     "FA_CUTE_CACHE": "kernels on disk: rw, ro or off (rw)",
     "FA_CUTE_CACHE_DIR": "folder of the kernel cache (~/.cache/fa_cute)",
+    "FA_CUTE_COMPILE_TIMEOUT": "seconds to wait for a compile of another process (600)",
+    "FA_CUTE_COMPILE_WORKERS": "processes of warmup (cores)",
     "FA_CUTE_DETERMINISTIC": "1: deterministic=None means True",
+    "FA_CUTE_JIT_MONITOR": "off, warn or error: what a compile does (off)",
+    "FA_CUTE_LOCK_DIR": "local folder of the compile locks (the temporary folder)",
     "FA_CUTE_LOG": "debug, info, warning or error (warning)",
     "FA_CUTE_SIM_JIT": "0: the simulator interprets everything in Python (1)",
     "FA_CUTE_SIM_SCHEDULE": "when simulated asynchronous work completes: early, late, random:N",
@@ -103,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
     regs.add_argument("--json", action="store_true")
     regs.set_defaults(run=run_regs)
 
+    cli_cache.add_commands(commands)
     doctor = commands.add_parser("doctor", help="versions, devices, cache, a sample compile")
     doctor.add_argument("--no-compile", action="store_true", help="skip the sample compile")
     doctor.set_defaults(run=run_doctor)
@@ -285,7 +290,7 @@ def _cache_state() -> tuple[str, bool]:
             pass
     except OSError as error:
         return f"cache: {root} cannot be written: {error}", True
-    entries = [p for p in root.iterdir() if p.suffix == ".sim"]
+    entries = cache.entries()
     size = sum(p.stat().st_size for p in entries)
     return f"cache: {root} ({cache.mode()}), {len(entries)} kernels, {size / 2**20:.1f} MiB", False
 

@@ -1,24 +1,31 @@
 """Compile a kernel for an architecture, once: the config and the spec are the key.
 
 Tensor sizes and strides are symbols here, so one compiled function serves every batch, length and
-view. Functions for the simulator are kept on disk as well.
+view. Compiled functions are kept on disk as well (cache.py).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as once
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from . import cache, log, tune
 from .arch import Arch
-from .errors import CompileError, FaCuteError
+from .errors import ArgumentError, CompileDuringCaptureError, CompileError, FaCuteError
 
 ALIGN_BYTES = 16
 TARGETS = ("cuda", "sim")
+EXPORTED = "fa_cute_kernel"  # the symbol of a compiled function in its object file
 _log = log.get("compile")
 _memory: dict[tuple, Any] = {}
 _lock = threading.Lock()
@@ -40,13 +47,29 @@ class Request:
         table = tune.KERNELS if self.kind == "forward" else tune.BACKWARD_KERNELS
         return table[self.arch.family]
 
+    def __str__(self) -> str:
+        return f"{self.where[1]} for {self.arch} ({self.spec})"
+
+    def command(self, target: str) -> str:
+        """The command that compiles this kernel, in a process of its own."""
+        spec = self.spec
+        words = [f"python -m fa_cute warmup --arch {self.arch} --target {target}"]
+        words.append(f"--dtype {spec.dtype} --head-dim {spec.head_dim}")
+        if spec.head_dim_v != spec.head_dim:
+            words.append(f"--head-dim-v {spec.head_dim_v}")
+        words.append(f"--mask {'causal' if spec.causal else 'full'} --pass {self.kind}")
+        if self.kind == "backward":
+            words.append(f"--gqa {spec.qhead_per_kvhead}")
+            words += ["--deterministic"] * spec.deterministic + ["--lse-grad"] * self.has_dlse
+        return " ".join(words)
+
 
 def forward(cfg, spec, arch: Arch, target: str) -> Callable:
     """The forward kernel as ``fn(q, k, v, out, lse, softmax_scale)`` on torch tensors.
 
     ``target`` "cuda" runs on the current device and stream, "sim" on CPU tensors in the simulator.
     """
-    return _get(Request("forward", cfg, spec, arch), target)
+    return get(Request("forward", cfg, spec, arch), target)
 
 
 def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool) -> Callable:
@@ -55,7 +78,7 @@ def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool) -> Callable:
     ``dlse`` is None unless ``has_dlse``; ``work`` is fp32 scratch, as long as
     `bwd.args.workspace_floats` says.
     """
-    return _get(Request("backward", cfg, spec, arch, has_dlse), target)
+    return get(Request("backward", cfg, spec, arch, has_dlse), target)
 
 
 def clear() -> None:
@@ -64,10 +87,51 @@ def clear() -> None:
         _memory.clear()
 
 
-def _get(request: Request, target: str) -> Callable:
+MODES = ("off", "warn", "error")
+_monitor: list[str] = []  # what jit_monitor set, if it did
+
+
+def jit_monitor(mode: str) -> str:
+    """Say what a compile does: "off" nothing, "warn" a warning, "error" a CompileError.
+
+    FA_CUTE_JIT_MONITOR sets it from outside. A kernel that comes from the disk is no compile.
+    Returns the mode before.
+    """
+    if mode not in MODES:
+        raise ArgumentError(f"jit_monitor takes {', '.join(MODES)}; not {mode!r}")
+    before = _mode()
+    _monitor[:] = [mode]
+    return before
+
+
+def _mode() -> str:
+    mode = _monitor[0] if _monitor else os.environ.get("FA_CUTE_JIT_MONITOR", "").strip() or "off"
+    if mode not in MODES:
+        raise ArgumentError(f"FA_CUTE_JIT_MONITOR is {mode!r}; allowed: {', '.join(MODES)}")
+    return mode
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def get(request: Request, target: str) -> Callable:
+    """The function of a request: from memory, from disk, or compiled now."""
     key = (request, target)
     fn = _memory.get(key)
     if fn is None:
+        if target == "cuda" and capturing():  # loading one that is on disk is not allowed either
+            raise CompileDuringCaptureError(
+                f"{request} is not loaded, and the stream is being captured into a CUDA graph; run "
+                "the same call once before the capture (torch.cuda.graph's warm-up), or load it "
+                f"before by: {request.command(target)}"
+            )
         with _lock:  # two threads that ask for one kernel compile it once
             fn = _memory.get(key)
             if fn is None:
@@ -75,25 +139,102 @@ def _get(request: Request, target: str) -> Callable:
     return fn
 
 
-def _load_or_build(request: Request, target: str) -> Callable:
-    if target == "cuda":
-        return build(request)
-    if target != "sim":
+def entry(request: Request, target: str) -> cache.Entry:
+    """Where a kernel lies on disk."""
+    if target not in TARGETS:
         raise CompileError(f"unknown target {target!r}; allowed: {', '.join(TARGETS)}")
+    return cache.entry(request.kind, target, request)
+
+
+def _load_or_build(request: Request, target: str) -> Callable:
+    place = entry(request, target)
+    fn = _load(place, target)
+    if fn is not None:
+        return fn
+    with cache.lock(place):
+        fn = _load(place, target)  # another process made it meanwhile
+        if fn is None:
+            announce(request, target)
+            start = time.perf_counter()
+            fn, payload = (build_sim if target == "sim" else build_cuda)(request)
+            cache.store(place, payload, seconds=round(time.perf_counter() - start, 2))
+    return fn
+
+
+def _load(place: cache.Entry, target: str) -> Callable | None:
+    payload = cache.find(place)
+    if payload is None:
+        return None
+    try:
+        return load_sim(payload) if target == "sim" else load_cuda(payload)
+    except Exception as error:  # nothing that lies on a disk may stop a call
+        cache.drop(place, error)
+        return None
+
+
+def announce(request: Request, target: str) -> None:
+    """Log a compile, as loudly as `jit_monitor` says."""
+    mode = _mode()
+    if mode == "error":
+        raise CompileError(
+            f"{request} has to be compiled and jit_monitor is 'error'; compile it before by: "
+            f"{request.command(target)}"
+        )
+    say = _log.warning if mode == "warn" else _log.info
+    say("compiling %s; to do so before: %s", request, request.command(target))
+
+
+def load_sim(payload: bytes) -> Callable:
+    """A function for the simulator."""
     from .sim import host
 
-    name = f"{request.kind}-{cache.key(request)}.sim"
-    file = cache.find(name)
-    if file is not None:
-        try:
-            return host.load(file)
-        except Exception as error:  # a truncated or foreign file must not stop a call
-            cache.drop(name, error)
+    return host.from_bytes(payload)
+
+
+def build_sim(request: Request) -> tuple[Callable, bytes]:
+    """The same compiled now, and its bytes."""
+    from .sim import host
+
     require_dsl()
     with host.compiling(request.arch):
         fn = host.function_of(build(request))
-    cache.store(name, fn.save)
-    return fn
+    return fn, fn.to_bytes()
+
+
+def load_cuda(payload: bytes) -> Callable:
+    """A function for CUDA devices: linked into this process without the DSL's Python."""
+    import tvm_ffi
+
+    from .sim import mlir
+
+    libraries = [*_runtime_libraries(), tvm_ffi.libinfo.find_libtvm_ffi()]
+    engine = mlir.binary_engine(payload, libraries)
+    address = engine.lookup(f"__tvm_ffi_{EXPORTED}")
+    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=engine)
+
+
+def build_cuda(request: Request) -> tuple[Callable, bytes]:
+    """The same compiled now, and its object file."""
+    fn = build(request)
+    with tempfile.TemporaryDirectory(prefix="fa_cute_export_") as folder:
+        file = Path(folder) / "kernel.o"
+        fn.export_to_c(str(file), function_name=EXPORTED)
+        return fn, file.read_bytes()
+
+
+@once
+def _runtime_libraries() -> list[str]:
+    """The shared library of the DSL that compiled host code calls."""
+    found = importlib.util.find_spec("cutlass")
+    if found is None:
+        raise CompileError("nvidia-cutlass-dsl is not installed")
+    package = Path(next(iter(found.submodule_search_locations))).parents[1]
+    libraries = [str(p) for p in package.glob("cu1*/lib/libcute_dsl_runtime.so")]
+    if len(libraries) == 1:
+        return libraries
+    from cutlass.runtime import find_runtime_libraries  # it knows which of several
+
+    return find_runtime_libraries(enable_tvm_ffi=False)
 
 
 def require_dsl():
@@ -112,7 +253,6 @@ def build(request: Request, options: str = ""):
     cute = require_dsl()
     module, name = request.where
     flags = f"--enable-tvm-ffi --gpu-arch {request.arch.name} {options}".strip()
-    _log.info("compiling %s for %s: %s", name, request.arch, request.spec)
     try:
         kernel = getattr(import_module(module), name)(request.cfg, request.spec)
         return cute.compile(kernel, *_arguments(request), options=flags)
@@ -121,7 +261,8 @@ def build(request: Request, options: str = ""):
     except Exception as error:  # the DSL raises its own kinds
         raise CompileError(
             f"{name} for {request.arch} does not compile: {type(error).__name__}: {error}\n"
-            f"  spec: {request.spec}\n  config: {request.cfg}"
+            f"  spec: {request.spec}\n  config: {request.cfg}\n"
+            f"  to repeat it: {request.command('sim')}"
         ) from error
 
 

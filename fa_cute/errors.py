@@ -32,6 +32,10 @@ class CompileError(FaCuteError, RuntimeError):
     """The DSL or the assembler refused a kernel."""
 
 
+class CompileDuringCaptureError(CompileError):
+    """A kernel is not loaded yet while the stream is being captured into a CUDA graph."""
+
+
 class SimError(FaCuteError, RuntimeError):
     """The simulated program did something that the hardware leaves undefined or forbids."""
 

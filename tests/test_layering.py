@@ -66,7 +66,13 @@ RULES = (
     Rule("reference", (*BASE,), ("torch",)),
     Rule("problem", (*BASE, *PURE_OPS), ("torch",)),
     Rule("tune", (*KERNEL, "fwd", "bwd", "problem")),
-    Rule("cache", BASE),
+    Rule("cache", BASE, lazy=("filelock",)),
+    Rule("warmup", (*FRONT, "cache")),
+    Rule(
+        "cli_cache",
+        (*BASE, "cache", "compile", "warmup", "api", "dispatch", "cli"),
+        lazy=("torch", "tqdm"),
+    ),
     # Compiled host code is saved and loaded by the simulator's intercept, so compile knows it too.
     Rule("compile", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
     Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
@@ -76,7 +82,7 @@ RULES = (
     Rule("api", (*FRONT, "launch", "reference", "dispatch", "operators"), ("torch",), ("cutlass",)),
     Rule(
         "cli",
-        (*FRONT, "cache", "launch", "reference", "api", "sim", "__init__"),
+        (*FRONT, "cache", "cli_cache", "launch", "reference", "api", "sim", "__init__"),
         (),
         ("torch", "cutlass"),
     ),

@@ -236,6 +236,15 @@ def test_the_flag_of_the_forward_call_decides(monkeypatch):
     assert asked == [True, False, False]
 
 
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch():
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, 80, 2, 64, generator=g).bfloat16() for _ in range(3))
+    out, lse = both(q, k, v)
+    for i in range(3):
+        one = both(*(t[i : i + 1] for t in (q, k, v)))
+        assert torch.equal(one[0], out[i : i + 1]) and torch.equal(one[1], lse[i : i + 1])
+
+
 def test_no_operator_is_left_out():
     assert {schema.partition("(")[0] for schema in operators.SCHEMAS} == {
         "fwd",

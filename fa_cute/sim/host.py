@@ -181,8 +181,8 @@ class HostFunction:
         self._program.check()
         return result
 
-    def save(self, path) -> None:
-        """One file: a JSON header, the PTX, the object code of the host function."""
+    def to_bytes(self) -> bytes:
+        """A JSON header, the PTX, the object code of the host function."""
         text = self.ptx.encode()
         header = {
             "symbol": self._symbol,
@@ -192,10 +192,13 @@ class HostFunction:
             "ptx_bytes": len(text),
         }
         head = json.dumps(header).encode()
-        blob = _MAGIC + struct.pack("<I", len(head)) + head + text + self._blob
+        return _MAGIC + struct.pack("<I", len(head)) + head + text + self._blob
+
+    def save(self, path) -> None:
+        """One file that `load` reads."""
         path = Path(path)
         partial = path.with_name(f"{path.name}.{id(self):x}.partial")
-        partial.write_bytes(blob)
+        partial.write_bytes(self.to_bytes())
         partial.replace(path)  # readers see the whole file or none
 
 
@@ -217,9 +220,13 @@ def save(compiled, path) -> None:
 
 def load(path) -> HostFunction:
     """The function that `save` wrote; costs some 10 ms, imports nothing of the DSL's Python."""
-    data = Path(path).read_bytes()
+    return from_bytes(Path(path).read_bytes())
+
+
+def from_bytes(data: bytes) -> HostFunction:
+    """The function that `HostFunction.to_bytes` took apart."""
     if not data.startswith(_MAGIC):
-        raise SimError(f"{path} is not a saved host function of this version")
+        raise SimError("these bytes are not a saved host function of this version")
     start = len(_MAGIC) + 4
     (head_bytes,) = struct.unpack("<I", data[len(_MAGIC) : start])
     header = json.loads(data[start : start + head_bytes])
