@@ -164,6 +164,17 @@ def test_a_pair_and_one_cta_agree(case: Case) -> None:
         assert tolerance.worst(a, b) <= 2 * torch.finfo(a.dtype).eps * b.abs().max().item()
 
 
+def test_a_pair_moves_what_it_should() -> None:
+    """Bytes per 128 x 128 tile: operands from shared memory, dQ to its sums."""
+    case, tile = PAIR[0], 128 * 128
+    tiles = case.seqlens[0] * case.seqlens[1] / tile
+    for cfg, operands, dq in ((None, 12 * tile, 2 * tile), (alone(case), 16 * tile, 4 * tile)):
+        _, session = run(case, cfg=cfg)
+        moved = next(x.counters for x in session.launches if "mma.smem" in x.counters)
+        assert moved["mma.smem"] == operands * tiles
+        assert sum(n for kind, n in moved.items() if "reduce" in kind) == dq * tiles
+
+
 @pytest.mark.parametrize("case", [Case((384, 256), head_dim=d, causal=True) for d in (64, 128)])
 def test_nothing_is_unordered(case: Case) -> None:
     """Happens-before among all accesses to shared and tensor memory, over several blocks."""
