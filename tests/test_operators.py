@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fa_cute
 from fa_cute import dispatch, flash_attn_func, operators, ops
@@ -72,6 +77,7 @@ def test_compiled_equals_eager_bit_for_bit():
         assert same_bits(compiled(q, k, v), both(q, k, v))
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
 def test_compiled_by_inductor():
     q, k, v = leaves(requires_grad=False)
     compiled = torch.compile(both, fullgraph=True, dynamic=True)
@@ -93,6 +99,29 @@ def test_activation_checkpointing(reentrant):
         return grads
 
     assert same_bits(backward(checkpointed), backward(both))
+
+
+def test_selective_checkpointing_keeps_the_operators_results(monkeypatch):
+    ran = []
+    forward = dispatch.Call.forward
+    monkeypatch.setattr(
+        dispatch.Call, "forward", lambda self, *args: ran.append(1) or forward(self, *args)
+    )
+
+    def policy(ctx, op, *args, **kw):
+        kept = op is OPS.fwd.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = leaves()
+    for context_fn, runs in (
+        (None, 2),
+        (lambda: create_selective_checkpoint_contexts(policy), 1),
+    ):
+        options = {} if context_fn is None else {"context_fn": context_fn}
+        ran.clear()
+        out, _ = checkpoint(both, q, k, v, use_reentrant=False, **options)
+        out.float().square().sum().backward()
+        assert len(ran) == runs
 
 
 def test_the_operator_differentiates_as_the_function_does():
