@@ -15,7 +15,7 @@ import sys
 import torch
 
 from . import dispatch
-from .dispatch import Options, wants_determinism
+from .dispatch import _PLAIN, Options, wants_determinism
 from .errors import ArgumentError, UnsupportedError
 from .problem import check_layout, check_tensors, describe, normalise_window
 
@@ -42,6 +42,8 @@ _fwd_out = torch.ops.fa_cute.fwd_out.default
 _bwd = torch.ops.fa_cute.bwd.default
 _bwd_out = torch.ops.fa_cute.bwd_out.default
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"):
@@ -53,7 +55,7 @@ def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic
 
 def _run_fwd_out(q, k, v, out, lse, *options):
     call = dispatch.call_of(q, k, v, Options(*options))
-    _check_like(call.outputs(q.to("meta")), out=out, lse=lse)
+    _check_like(_results(call, q), out=out, lse=lse)
     check_layout(out=out)
     call.forward(q, k, v, out, lse)
 
@@ -65,7 +67,7 @@ def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
-    _check_like((q, k, v), dq=dq, dk=dk, dv=dv)
+    _check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
     check_layout(dq=dq, dk=dk, dv=dv)
     _differentiate((q, k, v, out, lse), dout, dlse, options, (dq, dk, dv))
 
@@ -77,20 +79,27 @@ def _differentiate(saved, dout, dlse, options, grads) -> None:
     )
     q, k, v, out, lse = saved
     call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
-    want_out, want_lse = call.outputs(q.to("meta"))
-    _check_like((want_out, want_lse, want_out), out=out, lse=lse, dout=dout)
+    of_out, of_lse = _results(call, q)
+    _check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
     if dlse is not None and dlse.shape != lse.shape:
         raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
     call.require_gradient(deterministic)
     call.backward(saved, dout, dlse, deterministic, grads)
 
 
+def _results(call, q):
+    """Shape and dtype of out and of lse."""
+    p = call.problem
+    out = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
+    return (out, q.dtype), ((p.batch, p.heads, p.seqlen_q), torch.float32)
+
+
 def _check_like(wanted, **given) -> None:
     """Results and gradients that a caller hands in: shape and dtype, and lse contiguous."""
-    for want, (name, t) in zip(wanted, given.items()):
-        if t.shape != want.shape or t.dtype != want.dtype:
-            kind = str(want.dtype).removeprefix("torch.")
-            raise ArgumentError(f"{name} must be {tuple(want.shape)} {kind}\n{describe(**given)}")
+    for (shape, dtype), (name, t) in zip(wanted, given.items()):
+        if t.shape != shape or t.dtype != dtype:
+            kind = str(dtype).removeprefix("torch.")
+            raise ArgumentError(f"{name} must be {tuple(shape)} {kind}\n{describe(**given)}")
         if name == "lse" and not t.is_contiguous():
             raise ArgumentError(f"lse must be contiguous\n{describe(**given)}")
 
@@ -116,6 +125,8 @@ class FlashAttn(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, options):
+        if nobody_watches(q, k, v):
+            return _run_fwd(q, k, v, *options)
         with _below_autograd():
             return _fwd(q, k, v, *options)
 
@@ -185,6 +196,8 @@ def attention(q, k, v, options):
     ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
     """
     if not dispatch.wants_grad(q, k, v):
+        if nobody_watches(q, k, v):
+            return _run_fwd(q, k, v, *options)
         with _below_autograd():
             return _fwd(q, k, v, *options)
     *rest, deterministic, how = options
@@ -192,9 +205,26 @@ def attention(q, k, v, options):
     options = (*rest, deterministic, how)
     if not stands_in(q):
         dispatch.call_of(q, k, v, (*rest, how)).require_gradient(deterministic)
-    if torch._C._are_functorch_transforms_active():
+    if _transforms():
         return FlashAttn.apply(q, k, v, options)
     return _apply(q, k, v, options)
+
+
+def nobody_watches(q, k, v) -> bool:
+    """Whether the dispatcher would do nothing but call the kernel: no mode, transform or tracer.
+
+    It costs some 10 microseconds to be asked.
+    """
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not (q.is_meta or k.is_meta or v.is_meta)
+        and _modes() == 0
+        and _functions() == 0
+        and not _transforms()
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def traced(q, k, v, options):
@@ -208,8 +238,17 @@ def stands_in(t) -> bool:
         t.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(t)
     ):
         return True
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(t, module.FakeTensor)
+    for module, name in _TRACERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(t, kind):
+            return True
+    return False
+
+
+_TRACERS = (
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+    ("torch._subclasses.functional_tensor", "FunctionalTensor"),
+)
 
 
 def flash_fwd(
