@@ -101,7 +101,7 @@ def sweep(d: int, dv: int, causal: bool, dtype: str) -> dict:
         q, k, v = (plain(x) for x in inputs(spec, seqlens, heads))
         out, lse, alone = call(fn, spec, q, k, v)
         error = tolerance.measure(out, lse, q, k, v, None, causal)
-        worst, count = max(worst, error.out / error.bar), count + 1
+        worst, count = max(worst, error.out / max(error.bar, 1e-30)), count + 1
         if not (error.out <= error.bar and error.lse <= tolerance.LSE_ATOL and alone):
             bad.append({"seqlens": seqlens, "heads": heads, "error": str(error), "alone": alone})
         if max(seqlens) <= 512:
