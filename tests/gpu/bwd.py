@@ -300,23 +300,26 @@ def speed(dims):
 LAG = {"schedule": "lagged", "ds_stages": 3}
 VARIANTS = {
     "64": [{"schedule": "lockstep", "ds_stages": 2}],
-    "96": [{"ahead": True}, LAG],
-    "128": [{"ahead": True}, {"dq_direct": True}, {"scheduler": "ascending"}],
+    "96": [LAG],
+    "128": [LAG],
 }
 
 
 def variants(dims):
     """The table's row and its variants."""
     rows = []
-    masks = {"full": (False,), "causal": (True,)}.get(dims[-1], (False, True))
+    masks = {"full": (False,), "causal": (True,)}.get(dims[-1].split("-")[0], (False, True))
+    det = dims[-1].endswith("-det")
     for d, causal in itertools.product([x for x in dims if x[0].isdigit()], masks):
-        spec = BwdSpec("bf16", *head_dims(d), causal)
+        spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
         base = config(spec)
         runs = {"ours": Backward(spec)}
-        for change in VARIANTS.get(d, ()):
+        for change in () if det and d == "256" else VARIANTS.get(d, ()):
+            if det:
+                change = {**change, "dq_direct": False}
             name = ",".join(f"{k}={v}" for k, v in change.items())
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
-        rows += [race(spec, seqlen, runs, False, True) for seqlen in (1024, 4096, 16384)]
+        rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]
     return rows
 
 

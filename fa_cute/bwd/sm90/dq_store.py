@@ -26,10 +26,8 @@ class AnyOrder:
     def begin(self, cx: BwdCtx, m_block):
         """Nothing to wait for."""
 
-    @cute.jit
     def end(self, cx: BwdCtx, m_block):
-        """The buffer may be reused once it is read."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        """Nobody to tell."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +106,24 @@ class DqStore:
         blocks = cx.q_blocks()
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
-            for chunk in cutlass.range_constexpr(chunks.num):
-                w = chunk  # each warpgroup writes one
-                cute.arch.barrier(barrier_id=full + w, number_of_threads=STORE_THREADS)
+            if elected:
+                cx.writer.order.begin(cx, m_block)  # while the consumers still compute
+            for chunk in cutlass.range_constexpr(chunks.num):  # each warpgroup writes one
+                cute.arch.barrier(barrier_id=full + chunk, number_of_threads=STORE_THREADS)
                 if elected:
-                    if const_expr(chunk == 0):
-                        cx.writer.order.begin(cx, m_block)
-                    source = cx.smem.sdQ[None, w % c.dq_buffers].iterator
+                    source = cx.smem.sdQ[None, chunk % c.dq_buffers].iterator
                     bulk_add_f32(to + chunk * chunks.chunk_floats, source, chunks.chunk_floats * 4)
                     cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(chunk == chunks.num - 1):
-                        cx.writer.order.end(cx, m_block)
-                    elif const_expr(shared):
+                    if const_expr(shared or chunk == chunks.num - 1):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 if const_expr(shared):
-                    self.drained(cx, 1 - w)  # the other warpgroup is next
+                    self.drained(cx, 1 - chunk)  # the other warpgroup is next
             if const_expr(not shared):
                 for chunk in cutlass.range_constexpr(chunks.num):
                     self.drained(cx, chunk)
+            if elected:
+                cx.writer.order.end(cx, m_block)
         if elected:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 

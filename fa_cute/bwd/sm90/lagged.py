@@ -25,13 +25,13 @@ from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
-    apply_mask,
     gemm,
     operand,
     probabilities,
     score_gradient,
     share_ds,
     signal_ds,
+    spans,
     wait_ds,
 )
 
@@ -54,28 +54,31 @@ class Lagged:
         k.wait()
         v.wait()
         q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-        self.step(cx, parts, (dK, dV), (blocks.lo, q_full, do_full), lane, True)
-        for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
-            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-            self.step(cx, parts, (dK, dV), (m_block, q_full, do_full), lane, False)
+        self.step(cx, parts, (dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))
+        for span in cutlass.range_constexpr(3):
+            start, end, masked = spans(blocks, blocks.lo + 1)[span]
+            for m_block in cutlass.range(start, end, unroll=1):
+                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+                at = (m_block, q_full, do_full)
+                self.step(cx, parts, (dK, dV), at, lane, (False, masked))
         dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
         warpgroup.wait_group(0)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
         self.epilogue.write(cx, ((DV, dV), (DK, dK)), lane, thread)
 
     @cute.jit
-    def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, first: cutlass.Constexpr[bool]):
-        """One query block, and dQ of the one before; nothing is in flight between steps."""
-        c, (dK, dV) = cx.cfg, accs
+    def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, kind: cutlass.Constexpr):
+        """One query block, and dQ of the one before; nothing is in flight between steps.
+
+        ``kind``: (whether it is the first block, whether it needs the element mask).
+        """
+        c, (dK, dV), (first, masked) = cx.cfg, accs, kind
         m_block, q_full, do_full = at
         S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
         warpgroup.wait_group(1)  # S
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
-        blocks = cx.q_blocks()
-        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
-            apply_mask(cx, S, m_block, lane)
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
         rP = operand(cx, S, cx.mmas.dv)
         warpgroup.wait_group(0)  # dP
         score_gradient(cx, S, dP, cx.smem.sDelta[None, do_full.index], lane)

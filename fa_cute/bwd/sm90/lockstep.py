@@ -1,11 +1,9 @@
 """Consumers with half of the keys each: both hand over dS and compute dQ in the same step.
 
-    S = K Q^T, dP = V dO^T     P while dP runs
-    dS, to shared memory
-    dV += P dO                 the other warpgroup's dS arrives meanwhile
-    dQ = dS K, dK += dS Q      dQ is handed over while dK runs
-
-``ahead``: S and dP of the next block are issued behind dK, before that is waited for.
+S = K Q^T, dP = V dO^T     P while dP runs
+dS, to shared memory
+dV += P dO                 the other warpgroup's dS arrives meanwhile
+dQ = dS K, dK += dS Q      dQ is handed over while dK runs
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
@@ -24,13 +21,13 @@ from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
-    apply_mask,
     gemm,
     operand,
     probabilities,
     score_gradient,
     share_ds,
     signal_ds,
+    spans,
     wait_ds,
 )
 
@@ -54,27 +51,12 @@ class Lockstep:
         k.wait()
         v.wait()
         P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
-        if const_expr(c.ahead):
-            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-            self.issue_scores(cx, parts, (P, dP), q_full, do_full)
-            self.probabilities(cx, (P, blocks.lo, q_full), lane)
-            for m_block in cutlass.range(blocks.lo, blocks.hi - 1, unroll=1):
-                self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
-                q_next, do_full = q.wait_and_advance(), do.wait_and_advance()
-                self.issue_scores(cx, parts, (P, dP), q_next, do_full)
-                warpgroup.wait_group(2)  # dK
-                q_full.release()
-                q_full = q_next
-                self.probabilities(cx, (P, m_block + 1, q_full), lane)
-            last = blocks.hi - 1
-            self.gradients(cx, parts, (P, dP, dK, dV), (last, q_full, do_full), lane)
-            warpgroup.wait_group(0)  # dK
-            q_full.release()
-        else:
-            for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        for span in cutlass.range_constexpr(3):
+            start, end, masked = spans(blocks, blocks.lo)[span]
+            for m_block in cutlass.range(start, end, unroll=1):
                 q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
                 self.issue_scores(cx, parts, (P, dP), q_full, do_full)
-                self.probabilities(cx, (P, m_block, q_full), lane)
+                self.probabilities(cx, (P, m_block, q_full), lane, masked)
                 self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
                 warpgroup.wait_group(0)  # dK
                 q_full.release()
@@ -87,14 +69,11 @@ class Lockstep:
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
 
     @cute.jit
-    def probabilities(self, cx: BwdCtx, at, lane: Lane):
+    def probabilities(self, cx: BwdCtx, at, lane: Lane, masked: cutlass.Constexpr[bool]):
         """S <- P while dP runs; then nothing is in flight."""
         S, m_block, q_full = at
         warpgroup.wait_group(1)  # S
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
-        blocks = cx.q_blocks()
-        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
-            apply_mask(cx, S, m_block, lane)
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
         warpgroup.wait_group(0)  # dP
 
     @cute.jit
@@ -106,8 +85,8 @@ class Lockstep:
         rP = operand(cx, P, cx.mmas.dv)
         score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
         rdS = operand(cx, dP, cx.mmas.dk)
-        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before it
-        # signalled dS(m - 1), and that we have waited for.
+        # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before
+        # it signalled dS(m - 1), and that we have waited for.
         share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % 2], rdS)
         signal_ds(cx, lane.wg, m_block)
         gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], more)

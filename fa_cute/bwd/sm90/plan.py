@@ -41,8 +41,7 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
-    schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there). ahead:
-    "lockstep" issues the next S and dP before it waits for dK.
+    schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
     """
 
     head_dim: int
@@ -55,7 +54,6 @@ class BwdSm90Config:
     dq_split: str = "cols"
     dq_direct: bool = False
     schedule: str = "lagged"
-    ahead: bool = False
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24

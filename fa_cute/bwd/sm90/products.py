@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
+from fa_cute.ops.arith import hi
 
 BOTH = CONSUMERS * WARPGROUP_THREADS
 
@@ -85,33 +86,46 @@ def operand(cx: BwdCtx, acc: cute.Tensor, tiled: cute.TiledMma) -> cute.Tensor:
 
 
 @cute.jit
-def probabilities(cx: BwdCtx, S: cute.Tensor, sLse: cute.Tensor, lane: Lane):
-    """S <- exp2(S * scale - lse), in place; lse by column, two columns at a time."""
+def probabilities(cx: BwdCtx, S: cute.Tensor, sLse: cute.Tensor, m_block, lane: Lane, masked):
+    """S <- exp2(S * scale - lse), in place; lse by column, two columns at a time.
+
+    ``masked`` (static): pairs that the mask forbids become 0, and so do keys that do not exist
+    (their score of 0 may be far above lse). No branch: it would keep exp2 from running beside dS.
+    """
     rS, lse = flat(S), columns(sLse, cx.cfg.tile_m, lane)
+    start = tuple(first_query(cx, m_block, lane, h) for h in range(2)) if masked else (0, 0)
     for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
         for i in cutlass.range_constexpr(2):
             for h in cutlass.range_constexpr(2):
                 r = 4 * j + 2 * h + i
-                rS[r] = cute.math.exp2(rS[r] * cx.scale_log2 - lse[i, j], fastmath=True)
+                score = rS[r] * cx.scale_log2 - lse[i, j]
+                if const_expr(masked):
+                    score = score if 8 * j + i >= start[h] else -Float32.inf
+                rS[r] = cute.math.exp2(score, fastmath=True)
 
 
 @cute.jit
-def apply_mask(cx: BwdCtx, P: cute.Tensor, m_block: Int32, lane: Lane):
-    """Zero the pairs that the mask forbids and keys that do not exist (their P may be infinite)."""
-    c, rP = cx.cfg, flat(P)
-    for h in cutlass.range_constexpr(2):
-        key = cx.n_block * c.tile_n + lane.key + lane.row + 8 * h
-        start = -m_block * c.tile_m - lane.col
-        if const_expr(cx.spec.causal):
-            start += key - (
-                cx.seqlen_k - cx.seqlen_q
-            )  # first query that sees the key, by column of this thread
-        if key >= cx.seqlen_k:
-            start = Int32(c.tile_m)
-        for j in cutlass.range_constexpr(c.tile_m // 8):
-            for i in cutlass.range_constexpr(2):
-                r = 4 * j + 2 * h + i
-                rP[r] = rP[r] if 8 * j + i >= start else Float32(0.0)
+def first_query(cx: BwdCtx, m_block, lane: Lane, h: cutlass.Constexpr[int]):
+    """First query that sees key ``h`` of a thread, as a column of that thread's fragment."""
+    c = cx.cfg
+    key = cx.n_block * c.tile_n + lane.key + lane.row + 8 * h
+    start = Int32(0)
+    if const_expr(cx.spec.causal):
+        start = key - (cx.seqlen_k - cx.seqlen_q) - m_block * c.tile_m - lane.col
+    if key >= cx.seqlen_k:
+        start = Int32(c.tile_m)
+    return start
+
+
+def spans(blocks, start):
+    """Query blocks from ``start`` on as ((from, to, masked), ...): a loop for each, no branches."""
+    full_lo = hi(blocks.full_lo, start)
+    full_hi = hi(blocks.full_hi, full_lo)
+    return (
+        (start, full_lo, True),
+        (full_lo, full_hi, False),
+        (full_hi, hi(blocks.hi, full_hi), True),
+    )
 
 
 @cute.jit

@@ -30,7 +30,6 @@ from fa_cute.bwd.sm90.products import (
     BOTH,
     Lane,
     accumulator,
-    apply_mask,
     ds_copy,
     flat,
     gemm,
@@ -39,6 +38,7 @@ from fa_cute.bwd.sm90.products import (
     probabilities,
     score_gradient,
     share_ds,
+    spans,
     take_turn,
     transposed,
 )
@@ -117,16 +117,20 @@ class Values:
         blocks = cx.q_blocks()
         operands = (tSrK, tSrQ, tdVrdO, half)
         handles = (q.wait_and_advance(), do.wait_and_advance())
-        self.step(cx, operands, dV, (blocks.lo, *handles), lane, True)
-        for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
-            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-            self.step(cx, operands, dV, (m_block, q_full, do_full), lane, False)
+        self.step(cx, operands, dV, (blocks.lo, *handles), lane, (True, True))
+        for span in cutlass.range_constexpr(3):
+            start, end, masked = spans(blocks, blocks.lo + 1)[span]
+            for m_block in cutlass.range(start, end, unroll=1):
+                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+                at = (m_block, q_full, do_full)
+                self.step(cx, operands, dV, at, lane, (False, masked))
         half.last(cx, blocks.hi - 1, lane)
         self.epilogue.write(cx, ((DV, dV),), lane, t)
 
     @cute.jit
-    def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, first: cutlass.Constexpr[bool]):
-        """One query block."""
+    def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, kind: cutlass.Constexpr):
+        """One query block; ``kind``: (whether it is the first, whether it needs the mask)."""
+        first, masked = kind
         tSrK, tSrQ, tdVrdO, half = operands
         m_block, q_full, do_full = at
         S = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
@@ -134,11 +138,8 @@ class Values:
         gemm(cx.mmas.sdp, S, tSrK, tSrQ[None, None, None, q_full.index], False)
         pass_turn(cx, VALUES)
         warpgroup.wait_group(0)
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], lane)
+        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
         q_full.release()
-        blocks = cx.q_blocks()
-        if m_block < blocks.full_lo or m_block >= blocks.full_hi:
-            apply_mask(cx, S, m_block, lane)
         rP = operand(cx, S, cx.mmas.dv)
         cute.autovec_copy(vectors(rP), exchange(cx, lane))
         p_full = cx.barrier_id("p_full")
