@@ -24,7 +24,7 @@ VARIABLES = {
     "FA_CUTE_BACKEND": "backend for backend='auto': cuda, sim or reference",
     "FA_CUTE_CACHE": "kernels on disk: rw, ro or off (rw)",
     "FA_CUTE_CACHE_DIR": "folder of the kernel cache (~/.cache/fa_cute)",
-    "FA_CUTE_COMPILE_TIMEOUT": "seconds to wait for a compile of another process (600)",
+    "FA_CUTE_COMPILE_TIMEOUT": "seconds that a compile may take (600)",
     "FA_CUTE_COMPILE_WORKERS": "processes of warmup (cores)",
     "FA_CUTE_DETERMINISTIC": "1: deterministic=None means True",
     "FA_CUTE_JIT_MONITOR": "off, warn or error: what a compile does (off)",

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import cache, log, tune
+from . import cache, log, tune, watchdog
 from .arch import Arch
 from .errors import ArgumentError, CompileDuringCaptureError, CompileError, FaCuteError
 
@@ -156,7 +156,13 @@ def _load_or_build(request: Request, target: str) -> Callable:
         if fn is None:
             announce(request, target)
             start = time.perf_counter()
-            fn, payload = (build_sim if target == "sim" else build_cuda)(request)
+            limit = cache.lock_seconds()
+            late = (
+                f"fa_cute: {request} is not done after {limit:g} s (FA_CUTE_COMPILE_TIMEOUT)\n"
+                f"  to repeat it: {request.command(target)}"
+            )
+            with watchdog.at_most(limit, late):
+                fn, payload = (build_sim if target == "sim" else build_cuda)(request)
             cache.store(place, payload, seconds=round(time.perf_counter() - start, 2))
     return fn
 

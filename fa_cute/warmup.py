@@ -143,4 +143,5 @@ def _outcome(job: _Running, target: str, limit: float) -> Outcome | None:
     if code == 0:
         return replace(done, state="cached" if text.startswith("cached") else "compiled")
     why = f"not done after {limit:g} s (FA_CUTE_COMPILE_TIMEOUT)" if code is None else text.strip()
-    return replace(done, message=f"{why}\n  to repeat it: {job.request.command(target)}")
+    command = job.request.command(target)
+    return replace(done, message=why if command in why else f"{why}\n  to repeat it: {command}")

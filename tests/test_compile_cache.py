@@ -228,6 +228,25 @@ def test_who_waits_too_long_compiles_for_himself(folder, builds, monkeypatch, ca
     assert len(caplog.records) == 1 and "0.2 s" in caplog.records[0].message
 
 
+HANGS = """
+import ctypes
+from fa_cute import compile
+from tests.a_request import REQUEST
+compile.build_sim = lambda request: ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
+compile.get(REQUEST, "sim")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_compile_that_hangs_ends_with_the_command(folder, monkeypatch):
+    monkeypatch.setenv("FA_CUTE_COMPILE_TIMEOUT", "0.5")
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, cwd=ROOT, timeout=50
+    )
+    assert done.returncode < 0
+    assert "not done after 0.5 s" in done.stderr and REQUEST.command("sim") in done.stderr
+
+
 @pytest.mark.parametrize("name", ["FA_CUTE_COMPILE_TIMEOUT", "FA_CUTE_JIT_MONITOR"])
 def test_wrong_environment(name, folder, builds, monkeypatch):
     monkeypatch.setenv(name, "soon")

@@ -67,6 +67,7 @@ RULES = (
     Rule("problem", (*BASE, *PURE_OPS), ("torch",)),
     Rule("tune", (*KERNEL, "fwd", "bwd", "problem")),
     Rule("cache", BASE, lazy=("filelock",)),
+    Rule("watchdog"),
     Rule("warmup", (*FRONT, "cache")),
     Rule(
         "cli_cache",
@@ -74,7 +75,9 @@ RULES = (
         lazy=("torch", "tqdm"),
     ),
     # Compiled host code is saved and loaded by the simulator's intercept, so compile knows it too.
-    Rule("compile", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
+    Rule(
+        "compile", (*FRONT, "cache", "watchdog", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")
+    ),
     Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
     Rule("dispatch", (*FRONT, "launch", "reference"), ("torch",)),
     Rule("operators", (*BASE, "problem", "dispatch"), ("torch",)),
