@@ -119,6 +119,9 @@ def arrive_warp(barrier, rank=None, *, loc=None, ip=None) -> None:
     With `rank`, on the same barrier of that CTA of the cluster.
     """
     cute.arch.sync_warp(loc=loc, ip=ip)
+    if rank is None:
+        ptx.arrive_elected(barrier, loc=loc, ip=ip)
+        return
     with cute.arch.elect_one(loc=loc, ip=ip):
         cute.arch.mbarrier_arrive(barrier, rank, loc=loc, ip=ip)
 
@@ -165,7 +168,7 @@ class EdgePipe(pipeline.PipelineAsync):
                 self.sync_object_full.arrive_and_expect_tx(state.index, brings, loc=loc, ip=ip)
             else:  # the leader's barrier counts the bytes of both
                 if_generate(
-                    cute.arch.block_idx_in_cluster() == LEADER,
+                    cute.arch.block_idx()[0] % self.cta_group == LEADER,
                     lambda: self.sync_object_full.arrive_and_expect_tx(
                         state.index, brings, loc=loc, ip=ip
                     ),

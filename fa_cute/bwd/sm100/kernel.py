@@ -208,7 +208,9 @@ class Main:
         cute.arch.mbarrier_init_fence()
         rank = 0
         if const_expr(c.pair):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            # Not %cluster_ctarank, which the assembler takes for a value that may differ among
+            # threads: it would make a loop of each product under a condition on it.
+            rank = cute.arch.block_idx()[0] % c.ctas
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:

@@ -296,7 +296,7 @@ def config(spec: BwdSpec, arch: archs.Arch) -> BwdConfig:
     order = "spt" if spec.causal and spec.deterministic else "ascending"
     # The pair reads less shared memory per product and adds half as much dQ; its registers: a lane
     # of dQ is half as long. head_dim 64 is bound by the exponentials.
-    pair = {"ctas": 2, "q_stages": 1, "reduce_regs": 136, "compute_regs": 144}
+    pair = {"ctas": 2, "q_stages": 1, "reduce_regs": 128, "compute_regs": 152}
     return BwdConfig(
         arch=arch.name,
         head_dim=spec.head_dim,
