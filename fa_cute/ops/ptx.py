@@ -112,6 +112,25 @@ def high_ones(absent, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def arrive_elected(barrier, *, loc=None, ip=None) -> None:
+    """One lane of the converged warp arrives once on an mbarrier of this CTA.
+
+    The DSL's arrive takes the count in a register and its election is a branch: two instructions
+    more for each of the many arrivals.
+    """
+    _asm(
+        None,
+        [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+        "{\n.reg .pred leader;\nelect.sync _|leader, -1;\n"
+        "@leader mbarrier.arrive.shared::cta.b64 _, [$0];\n}",
+        "r",
+        volatile=True,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def tcgen05_fence_before(*, loc=None, ip=None) -> None:
     """Order this thread's finished tensor-memory accesses before the arrive that follows."""
     _asm(None, [], "tcgen05.fence::before_thread_sync;", "", volatile=True, loc=loc, ip=ip)

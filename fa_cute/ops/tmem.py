@@ -21,10 +21,13 @@ class TmemMap:
     """The columns of a plan that allocates all of them: addresses are then known while tracing.
 
     A CTA that owns the whole tensor memory owns it from column 0; constant addresses keep the MMA
-    warp's descriptors out of registers.
+    warp's descriptors out of registers.  `origin` (from `address`) is the same as a run-time value:
+    for a role that touches many columns, whose instructions then add them to one register, while
+    constants are merged with the lane into a register each.
     """
 
     plan: object
+    origin: object = None
 
     def __post_init__(self) -> None:
         if self.plan.alloc_cols != TMEM_COLS:
@@ -37,7 +40,9 @@ class TmemMap:
         region = self.plan[first]
         step = self.plan[second].start - region.start if second else 0
         layout = cute.make_layout((128, region.cols), stride=(1 << 16, 1))
-        base = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+        base = self.origin
+        if base is None:
+            base = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
         return cute.make_tensor(base + region.start + step * index, layout)
 
 
@@ -50,10 +55,14 @@ def allocate(storage: cute.Pointer, cols: int, ctas: int = 1) -> None:
     cute.arch.relinquish_tmem_alloc_permit(is_two_cta=ctas == 2)
 
 
+def address(storage: cute.Pointer) -> cute.Pointer:
+    """Where the allocation starts, after the barrier that follows it."""
+    return cute.arch.retrieve_tmem_ptr(Float32, alignment=16, ptr_to_buffer_holding_addr=storage)
+
+
 def free(storage: cute.Pointer, cols: int, ctas: int = 1) -> None:
     """Whole warp, after everyone's last access; in a pair after the other CTA's too."""
-    base = cute.arch.retrieve_tmem_ptr(Float32, alignment=16, ptr_to_buffer_holding_addr=storage)
-    cute.arch.dealloc_tmem(base, cols, is_two_cta=ctas == 2)
+    cute.arch.dealloc_tmem(address(storage), cols, is_two_cta=ctas == 2)
 
 
 def load_op(cols: int):

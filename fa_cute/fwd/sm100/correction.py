@@ -8,8 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ...ops import epilogue, softmax
-from ...ops.tmem import TmemMap
+from ...ops import epilogue, softmax, tmem
 from ...sched import Tile
 from .ctx import FwdCtx
 from .plan import Q_TILES
@@ -28,7 +27,7 @@ class Correction:
     def run(self, cx: FwdCtx):
         cx.barriers.tmem.arrive_and_wait()  # mma allocated
         thread = cute.arch.thread_idx()[0] % cx.cfg.tile_m
-        tm = TmemMap(cx.cfg.tmem)
+        tm = tmem.TmemMap(cx.cfg.tmem, tmem.address(cx.smem.tmem_address))
         tO = tuple(tm.rows(f"O{t}") for t in range(Q_TILES))  # (128, head_dim_v)
 
         element, o_bytes = cx.spec.element, cx.cfg.smem.bytes("sO")
