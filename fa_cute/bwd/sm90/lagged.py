@@ -25,6 +25,7 @@ from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
+    columns,
     gemm,
     operand,
     probabilities,
@@ -77,11 +78,13 @@ class Lagged:
         S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
+        lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
         warpgroup.wait_group(1)  # S
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
+        probabilities(cx, S, lse, m_block, lane, masked)
         rP = operand(cx, S, cx.mmas.dv)
+        delta = columns(cx.smem.sDelta[None, do_full.index], c.tile_m, lane)
         warpgroup.wait_group(0)  # dP
-        score_gradient(cx, S, dP, cx.smem.sDelta[None, do_full.index], lane)
+        score_gradient(cx, S, dP, delta)
         rdS = operand(cx, dP, cx.mmas.dk)
         # Stage m % 3 was last read by dQ(m - 3): ours was waited for, and the other warpgroup had
         # waited for its own when it signalled dS(m - 2), which we have waited for.

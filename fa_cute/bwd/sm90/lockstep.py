@@ -21,6 +21,7 @@ from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
+    columns,
     gemm,
     operand,
     probabilities,
@@ -56,7 +57,9 @@ class Lockstep:
             for m_block in cutlass.range(start, end, unroll=1):
                 q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
                 self.issue_scores(cx, parts, (P, dP), q_full, do_full)
-                self.probabilities(cx, (P, m_block, q_full), lane, masked)
+                lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
+                warpgroup.wait_group(1)  # S
+                probabilities(cx, P, lse, m_block, lane, masked)
                 self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
                 warpgroup.wait_group(0)  # dK
                 q_full.release()
@@ -69,21 +72,15 @@ class Lockstep:
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
 
     @cute.jit
-    def probabilities(self, cx: BwdCtx, at, lane: Lane, masked: cutlass.Constexpr[bool]):
-        """S <- P while dP runs; then nothing is in flight."""
-        S, m_block, q_full = at
-        warpgroup.wait_group(1)  # S
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
-        warpgroup.wait_group(0)  # dP
-
-    @cute.jit
     def gradients(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane):
-        """From P and dP to dK in flight: dS shared, dV, dQ; dQ is handed over while dK runs."""
+        """From P to dK in flight: dS shared, dV, dQ; dQ is handed over while dK runs."""
         P, dP, dK, dV = accs
         m_block, q_full, do_full = at
         more = m_block != cx.q_blocks().lo
         rP = operand(cx, P, cx.mmas.dv)
-        score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
+        delta = columns(cx.smem.sDelta[None, do_full.index], cx.cfg.tile_m, lane)
+        warpgroup.wait_group(0)  # dP
+        score_gradient(cx, P, dP, delta)
         rdS = operand(cx, dP, cx.mmas.dk)
         # Stage m % 2 was last read by dQ(m - 2): the other warpgroup was done with its own before
         # it signalled dS(m - 1), and that we have waited for.

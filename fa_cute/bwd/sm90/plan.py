@@ -195,9 +195,11 @@ TILES = (
     {"head_dim": 192, "head_dim_v": 192, "tile_m": 64, "split": "roles"},
     {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
 )
-# Without an order to keep, these are faster with dQ straight from the registers.
-DIRECT = {
+# What is faster without an order to keep: dQ straight from the registers, or a step late.
+UNORDERED = {
     64: {"dq_direct": True},
+    96: {"schedule": "lagged", "ds_stages": 3},
+    128: {"schedule": "lagged", "ds_stages": 3},
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
@@ -210,7 +212,7 @@ def config(spec: BwdSpec) -> BwdSm90Config:
             continue
         if spec.deterministic:
             return BwdSm90Config(**row, scheduler="spt" if spec.causal else "ascending")
-        return BwdSm90Config(**{**row, **DIRECT.get(row["head_dim"], {})})
+        return BwdSm90Config(**{**row, **UNORDERED.get(row["head_dim"], {})})
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "
         f"on sm90; implemented: up to {[(r['head_dim'], r['head_dim_v']) for r in TILES]}"

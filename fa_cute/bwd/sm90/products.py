@@ -86,13 +86,13 @@ def operand(cx: BwdCtx, acc: cute.Tensor, tiled: cute.TiledMma) -> cute.Tensor:
 
 
 @cute.jit
-def probabilities(cx: BwdCtx, S: cute.Tensor, sLse: cute.Tensor, m_block, lane: Lane, masked):
-    """S <- exp2(S * scale - lse), in place; lse by column, two columns at a time.
+def probabilities(cx: BwdCtx, S: cute.Tensor, lse: cute.Tensor, m_block, lane: Lane, masked):
+    """S <- exp2(S * scale - lse), in place; lse by column, as `columns` loads it.
 
     ``masked`` (static): pairs that the mask forbids become 0, and so do keys that do not exist
     (their score of 0 may be far above lse). No branch: it would keep exp2 from running beside dS.
     """
-    rS, lse = flat(S), columns(sLse, cx.cfg.tile_m, lane)
+    rS = flat(S)
     start = tuple(first_query(cx, m_block, lane, h) for h in range(2)) if masked else (0, 0)
     for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
         for i in cutlass.range_constexpr(2):
@@ -129,9 +129,9 @@ def spans(blocks, start):
 
 
 @cute.jit
-def score_gradient(cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, sDelta: cute.Tensor, lane: Lane):
+def score_gradient(cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
     """dP <- P * (dP - delta), in place."""
-    rP, rdP, delta = flat(P), flat(dP), columns(sDelta, cx.cfg.tile_m, lane)
+    rP, rdP = flat(P), flat(dP)
     for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
         for i in cutlass.range_constexpr(2):
             for h in cutlass.range_constexpr(2):

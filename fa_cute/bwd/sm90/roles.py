@@ -30,6 +30,7 @@ from fa_cute.bwd.sm90.products import (
     BOTH,
     Lane,
     accumulator,
+    columns,
     ds_copy,
     flat,
     gemm,
@@ -137,8 +138,9 @@ class Values:
         take_turn(cx, VALUES)
         gemm(cx.mmas.sdp, S, tSrK, tSrQ[None, None, None, q_full.index], False)
         pass_turn(cx, VALUES)
+        lse = columns(cx.smem.sLse[None, q_full.index], cx.cfg.tile_m, lane)
         warpgroup.wait_group(0)
-        probabilities(cx, S, cx.smem.sLse[None, q_full.index], m_block, lane, masked)
+        probabilities(cx, S, lse, m_block, lane, masked)
         q_full.release()
         rP = operand(cx, S, cx.mmas.dv)
         cute.autovec_copy(vectors(rP), exchange(cx, lane))
@@ -201,9 +203,10 @@ class Keys:
         take_turn(cx, KEYS)
         gemm(cx.mmas.sdp, dP, tdPrV, tdPrdO[None, None, None, do_full.index], False)
         pass_turn(cx, KEYS)
-        warpgroup.wait_group(0)
+        delta = columns(cx.smem.sDelta[None, do_full.index], cx.cfg.tile_m, lane)
         P = self.probabilities(cx, lane)
-        score_gradient(cx, P, dP, cx.smem.sDelta[None, do_full.index], lane)
+        warpgroup.wait_group(0)
+        score_gradient(cx, P, dP, delta)
         do_full.release()
         rdS = operand(cx, dP, cx.mmas.dk)
         share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
