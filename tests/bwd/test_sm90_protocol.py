@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.bwd.sm90.plan import CONSUMERS, DIRECT, TILES, BwdSm90Config
+from fa_cute.bwd.sm90.plan import CONSUMERS, UNORDERED, TILES, BwdSm90Config
 from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
@@ -32,9 +32,9 @@ from fa_cute.plan.events import (
 KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
 VARIANTS = (
     *TILES,
-    *({**row, **DIRECT[row["head_dim"]]} for row in TILES if row["head_dim"] in DIRECT),
+    *({**row, **UNORDERED[row["head_dim"]]} for row in TILES if row["head_dim"] in UNORDERED),
     {**KEYS_ROW, "schedule": "lockstep"},
-    {**KEYS_ROW, "schedule": "lockstep", "ahead": True},
+    {**KEYS_ROW, "schedule": "lagged", "ds_stages": 3},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
 IDS = ["-".join(str(x) for x in row.values()) for row in VARIANTS]
@@ -96,13 +96,12 @@ class Warpgroup:
         return [*out, *self.dq(steps - 1), *self.hand_over()]
 
     def lockstep(self, steps: int) -> list[Event]:
-        out, ahead = [], self.cfg.ahead
+        out = []
         for m in range(steps):
             q, do, _ = self.slots(m)
-            out += self.scores(m) if m == 0 or not ahead else []
+            out += self.scores(m)
             out += [read("sDelta", do), *self.write_ds(m), *self.signal_ds(m), read("sdO", do)]
             out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over()]
-            out += self.scores(m + 1) if ahead and m + 1 < steps else []
             out.append(release("load_q"))
         return out
 
