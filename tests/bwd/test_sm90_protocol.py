@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.bwd.sm90.plan import CONSUMERS, UNORDERED, TILES, BwdSm90Config
+from fa_cute.bwd.sm90.plan import CONSUMERS, TILES, UNORDERED, BwdSm90Config
 from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
