@@ -211,7 +211,7 @@ def attention(q, k, v, options):
 
 
 def nobody_watches(q, k, v) -> bool:
-    """Whether the dispatcher would do nothing but call the kernel: no mode, transform or tracer.
+    """Whether the dispatcher would only call the kernel: no mode, transform, tracer or profiler.
 
     It costs some 10 microseconds to be asked.
     """
@@ -224,6 +224,7 @@ def nobody_watches(q, k, v) -> bool:
         and _functions() == 0
         and not _transforms()
         and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
     )
 
 

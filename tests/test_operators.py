@@ -274,6 +274,14 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch():
         assert torch.equal(one[0], out[i : i + 1]) and torch.equal(one[1], lse[i : i + 1])
 
 
+def test_a_profile_shows_the_operators():
+    q, k, v = leaves()
+    with torch.profiler.profile() as profile:
+        both(q, k, v)[0].sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"fa_cute::fwd", "fa_cute::bwd"} <= names
+
+
 def test_no_operator_is_left_out():
     assert {schema.partition("(")[0] for schema in operators.SCHEMAS} == {
         "fwd",
