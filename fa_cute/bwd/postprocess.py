@@ -29,7 +29,8 @@ class BwdPostprocess:
     @cute.jit
     def __call__(self, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32, stream):
         b, s, h, _ = mOut.shape
-        grid = (ceil_div(s, self.chunks.rows), h, b)
+        # A grid has room for many batches in its first dimension only.
+        grid = (ceil_div(s, self.chunks.rows) * b, h, 1)
         self.kernel(accumulator, mOut, scale).launch(
             grid=grid, block=(128 * self.chunks.num, 1, 1), stream=stream
         )
@@ -38,14 +39,15 @@ class BwdPostprocess:
     def kernel(self, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
         c = self.chunks
         tidx = cute.arch.thread_idx()[0]
-        block, head, batch = cute.arch.block_idx()
-        grid = cute.arch.grid_dim()
+        index, head, _ = cute.arch.block_idx()
+        blocks = ceil_div(mOut.shape[1], c.rows)
+        block, batch = index % blocks, index // blocks
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_layout((c.rows, c.cols), stride=(c.cols + PAD, 1))
         sOut = smem.allocate_tensor(mOut.element_type, layout, 128)
 
         chunk, t = tidx // 128, tidx % 128
-        tile = Int64(block) + Int64(grid[0]) * (Int64(head) + Int64(grid[1]) * batch)
+        tile = Int64(block) + blocks * (Int64(head) + Int64(mOut.shape[2]) * batch)
         source = accumulator + (tile * (c.rows * c.cols) + chunk * c.chunk_floats + t * 4)
         row, col = c.origin(chunk, t)
         values = cute.make_rmem_tensor(cute.make_layout((4, c.vectors)), Float32)

@@ -61,7 +61,8 @@ class BwdPreprocess:
         zeros = cute.make_ptr(
             Float32, (mWork.iterator + w.dq).toint(), cute.AddressSpace.gmem, assumed_align=16
         )
-        grid = (ceil_div(rows_q, ROWS), mQ.shape[2], mQ.shape[0])
+        # A grid has room for many batches in its first dimension only.
+        grid = (ceil_div(rows_q, ROWS) * mQ.shape[0], mQ.shape[2], 1)
         self.kernel(mO, mdO, mLSE, mdLSE, mLse2, mDelta, zeros, vectors).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
@@ -69,15 +70,17 @@ class BwdPreprocess:
     @cute.kernel
     def kernel(self, mO, mdO, mLSE, mdLSE, mLse2, mDelta, zeros: cute.Pointer, vectors: Int64):
         tidx = cute.arch.thread_idx()[0]
-        m_block, head, batch = cute.arch.block_idx()
+        block, head, _ = cute.arch.block_idx()
+        blocks = ceil_div(mLse2.shape[2], ROWS)
+        m_block, batch = block % blocks, block // blocks
         lane = tidx % LANES
         for i in cutlass.range_constexpr(ROWS * LANES // THREADS):
             row = m_block * ROWS + i * (THREADS // LANES) + tidx // LANES
             self.row(mO, mdO, mLSE, mdLSE, mLse2, mDelta, (batch, row, head, lane))
         # every CTA zeroes its share, whole waves side by side
         grid = cute.arch.grid_dim()
-        ctas = Int64(grid[0]) * grid[1] * grid[2]
-        cta = Int64(m_block) + Int64(grid[0]) * (Int64(head) + Int64(grid[1]) * batch)
+        ctas = Int64(grid[0]) * grid[1]
+        cta = Int64(block) + Int64(grid[0]) * head
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
         at = cta * THREADS + tidx

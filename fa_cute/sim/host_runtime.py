@@ -25,6 +25,7 @@ from ..errors import MisuseError, SimError
 from . import ptx
 
 _ATTRIBUTE_COOPERATIVE = 2
+_LARGEST_GRID = (2**31 - 1, 65535, 65535)
 _ATTRIBUTE_CLUSTER_DIMENSION = 4
 _DEVICE_MAX_SHARED_OPTIN = 97
 _ERROR_NO_DEVICE = 100  # cudaErrorNoDevice
@@ -100,6 +101,8 @@ class HostProgram:
         grid = tuple(config.grid)
         if any(g % c for g, c in zip(grid, cluster, strict=True)):
             raise MisuseError(f"grid {grid} is not a multiple of the cluster {cluster}")
+        if any(g > most for g, most in zip(grid, _LARGEST_GRID, strict=True)):
+            raise MisuseError(f"grid {grid} of {kernel.name} is larger than {_LARGEST_GRID}")
         if config.dynamic_smem > self.smem_bytes:
             raise MisuseError(
                 f"{kernel.name} asks for {config.dynamic_smem} bytes of dynamic shared memory; "

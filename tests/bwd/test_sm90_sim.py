@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from fa_cute import arch, launch, reference
+from fa_cute import arch, launch, ops, reference
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import plan
 from fa_cute.problem import AttnProblem
+from fa_cute.sim import host
 
 from .. import tolerance
 
@@ -169,3 +170,13 @@ def test_a_backward_that_reads_too_little_dq_is_caught():
     case.dout = right
     exact = reference.gradients(right, case.q, case.k, case.v, dlse=case.dlse)
     assert tolerance.worst(got[0], exact[0]) > 0.01
+
+
+def test_more_batches_than_a_grid_has_in_its_later_dimensions(monkeypatch):
+    grids = []
+    monkeypatch.setattr(host.Session, "launch", lambda self, *launch: grids.append(launch[1]))
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+    q, out, lse = torch.ones(66000, 1, 1, 64).bfloat16(), None, torch.zeros(66000, 1, 1)
+    out = torch.ones_like(q)
+    ops.flash_bwd(out, q, q, q, out, lse)
+    assert len(grids) == 3 and all(grid[0] >= 66000 for grid in grids)
