@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .dispatch import _PLAIN, Options, wants_determinism
@@ -175,7 +176,18 @@ def _gradients(*inputs):
         return _bwd(*inputs)
 
 
+def _refuse_tangents(*tensors) -> None:
+    """Forward-mode AD would take the results for constants: an error instead."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(
+            "flash_attn_func has no forward-mode derivative (torch.func.jvp, dual tensors); "
+            "backend='reference' has one"
+        )
+
+
 def _autograd_fwd(q, k, v, *options):
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     if dispatch.wants_grad(q, k, v):
         scale, causal, left, right, deterministic, how = (
             *options,
@@ -195,6 +207,8 @@ def attention(q, k, v, options):
 
     ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
     """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     if not dispatch.wants_grad(q, k, v):
         if nobody_watches(q, k, v):
             return _run_fwd(q, k, v, *options)

@@ -6,7 +6,6 @@ a kernel exists for a valid problem is `tune.py`'s question.
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+LARGEST = 3.4028234663852886e38  # of float32
 ALIGN_BYTES = 16  # of pointers and rows: what TMA and the vector copies need
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,8 +131,8 @@ def check_number(name: str, value, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = "; call .item() first" if isinstance(value, torch.Tensor) else ""
         raise ArgumentError(f"{name} is a {type(value).__name__}; it must be a real number{hint}")
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name} is {value}; it must be finite")
+    if not abs(value) <= LARGEST:  # also for NaN; kernels take it in float32
+        raise ArgumentError(f"{name} is {value}; it must be finite (in float32)")
     return float(value)
 
 

@@ -77,6 +77,8 @@ WRONG = {
     "head_dim 8192": (make(head_dim=8192), {}, UnsupportedError, ["head_dim 8192"]),
     "head_dim_v differs": (make(head_dim_v=32), {}, UnsupportedError, ["head_dim_v 32"]),
     "scale NaN": ((q, k, v), {"softmax_scale": NAN}, ArgumentError, ["softmax_scale", "finite"]),
+    "scale beyond float32": ((q, k, v), {"softmax_scale": 1e39}, ArgumentError, ["finite"]),
+    "scale beyond float64": ((q, k, v), {"softmax_scale": 10**400}, ArgumentError, ["finite"]),
     "scale inf": ((q, k, v), {"softmax_scale": math.inf}, ArgumentError, ["finite"]),
     "scale is a string": (
         (q, k, v),

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -162,6 +163,16 @@ def test_a_second_derivative_is_an_error_and_not_silence(seen):
     (dq,) = torch.autograd.grad(loss, q, create_graph=True)
     with pytest.raises(fa_cute.UnsupportedError, match="twice"):
         dq.float().square().sum().backward()
+
+
+def test_a_forward_mode_derivative_is_an_error_and_not_silence():
+    q, k, v = leaves(requires_grad=False)
+    with pytest.raises(fa_cute.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(fa_cute.UnsupportedError, match="forward-mode"):
+        flash_attn_func(forward_ad.make_dual(q, q), k, v)
+    _, tangent = torch.func.jvp(lambda q: flash_attn_func(q, k, v, backend="reference"), (q,), (q,))
+    assert tangent.abs().max() > 0
 
 
 def test_what_is_frozen_has_no_gradient():
