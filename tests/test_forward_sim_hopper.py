@@ -62,3 +62,11 @@ def test_same_bits_in_every_schedule(causal, monkeypatch):
         got = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend="sim")
         want = want or got
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), schedule
+
+
+def test_rows_without_keys_are_zero_whatever_v_holds():
+    q, k, v = inputs((200, 100), (1, 1), (64, 64), BF16)
+    v[0, 0, 0, 3], v[0, 90, 0, 4] = float("nan"), float("inf")
+    out = flash_attn_func(q, k, v, causal=True, backend="sim")
+    assert (out[:, :100] == 0).all()
+    assert out[0, 100:, 0, 3].isnan().all()

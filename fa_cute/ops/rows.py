@@ -27,9 +27,9 @@ from .score import LN_2
 ROWS = 2  # of one thread
 QUAD = 4  # threads that share a row
 
-# Largest sum of P over one thread's part of a row that keeps the reference. fp16 holds 65504;
-# bf16 has the range of fp32, where P V and the sum stay far below overflow.
-SUM_LIMIT = {"fp16": 2.0**14, "bf16": 2.0**40}
+# Largest sum of P over one thread's part of a block's row that keeps the reference: P fits in fp16
+# (65504), and O, which is P V before the division, in fp32 with V up to 2^100.
+SUM_LIMIT = 2.0**14
 
 
 @dsl_user_op
@@ -200,22 +200,19 @@ def extend(acc: cute.Tensor, p: cute.Tensor, scale_log2, state, dtype):
 
 
 @cute.jit
-def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, part, spec):
+def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, part, dtype):
     """Take what `extend` made, or `restart` where a sum is too large; returns the new state.
 
     Only the latter touches O. The choice is a warp's: every lane keeps its references, or none.
     """
     ref0, ref1, sum0, sum1 = state
-    limit = SUM_LIMIT[spec.dtype]
-    fits = (part[0] <= limit) & (part[1] <= limit)  # false for NaN
+    fits = (part[0] <= SUM_LIMIT) & (part[1] <= SUM_LIMIT)  # false for NaN
     if cute.arch.vote_all_sync(fits):
         sum0 = sum0 + part[0]
         sum1 = sum1 + part[1]
     else:
         warpgroup.wait_group(0)  # a product with O may still be in flight
-        ref0, ref1, sum0, sum1 = restart(
-            acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), spec.element
-        )
+        ref0, ref1, sum0, sum1 = restart(acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), dtype)
     return ref0, ref1, sum0, sum1
 
 

@@ -115,3 +115,12 @@ def test_large_scores_everywhere():
         k *= 60.0
 
     good("joined", (130, 200), (1, 1), change=change)
+
+
+def test_large_values_and_growing_scores():
+    # V times the largest P that keeps a reference is a number: O is divided only at the end.
+    def change(q, k, v):
+        larger(slice(0, 16), 4.0)(q, k, v)
+        v *= 1e32
+
+    good("joined", (64, 256), (1, 1), change=change)

@@ -132,7 +132,9 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     pairs = cute.recast_tensor(rO, Int32)
     for r in cutlass.range_constexpr(cute.size(t.O.shape) // 2):
         f = factors[r % 2]
-        pairs[r] = rows.pack(t.O[2 * r] * f, t.O[2 * r + 1] * f, dtype)
+        pair = rows.pack(t.O[2 * r] * f, t.O[2 * r + 1] * f, dtype)
+        # Without keys set, not multiplied by 0: the products may have met a NaN or inf in V.
+        pairs[r] = cutlass.select_(f != 0.0, pair, Int32(0))
 
     to_smem = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype),
@@ -245,7 +247,7 @@ class Consumer:
                 state = (ref0, ref1, sum0, sum1)
                 part = rows.extend(t.S, t.P_new, scale_log2, state, dtype)
                 ref0, ref1, sum0, sum1 = rows.accept(
-                    t.S, t.P_new, t.O, scale_log2, state, part, cx.spec
+                    t.S, t.P_new, t.O, scale_log2, state, part, dtype
                 )
                 if const_expr(c.scores_first):
                     # Behind the branch of `accept`, where the compiler cannot pull it before the
