@@ -236,6 +236,9 @@ def repeat_key(q, k, v, options) -> tuple | None:
         or type(v) not in _PLAIN
         or q.device.type != _REPEATED
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGN_BYTES
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
     ):
         return None
     return (

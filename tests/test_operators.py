@@ -300,3 +300,11 @@ def test_no_operator_is_left_out():
         "bwd",
         "bwd_out",
     }
+
+
+def test_what_was_validated_says_nothing_about_a_lazy_negative(monkeypatch):
+    monkeypatch.setattr(dispatch, "_REPEATED", "cpu")
+    q, k, v = leaves(requires_grad=False)
+    flash_attn_func(q, k, v)
+    with pytest.raises(fa_cute.ArgumentError, match="negative"):
+        flash_attn_func(torch._neg_view(q), k, v)
