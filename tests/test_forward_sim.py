@@ -163,3 +163,10 @@ def test_growing_maxima_rescale():
         scaled = (k.float() * step[None, :, None, None]).bfloat16()
         out, lse = flash_attn_func(q, scaled, v, 1.0, return_lse=True, backend="sim")
         tolerance.assert_close_to_reference(out, lse, q, scaled, v, 1.0)
+
+
+def test_a_nan_in_a_key_reaches_out_and_lse():
+    q, k, v = qkv((20, 130), (1, 1), 64, torch.bfloat16)
+    k[0, 70, 0, 5] = float("nan")  # its exponential is one of those by polynomial
+    out, lse = flash_attn_func(q, k, v, return_lse=True, backend="sim")
+    assert out.isnan().all() and lse.isnan().all()

@@ -6,6 +6,8 @@ subtraction of the maximum, ``exp2(score * scale_log2 - maximum * scale_log2)``.
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
@@ -16,6 +18,7 @@ from .score import LN_2, LOG2_E
 # A factor of exactly 0 would make 0 * -inf = NaN of a masked score; this one leaves finite scores
 # 0.
 MIN_SCALE_LOG2 = 2.0**-120
+LARGEST_TOTAL = 2.0**100  # no sum of exponentials gets there
 
 
 def scale_log2_of(softmax_scale) -> Float32:
@@ -82,6 +85,10 @@ def has_keys(total: Float32) -> Boolean:
 
 
 def log_sum_exp(total: Float32, maximum: Float32, scale_log2: Float32) -> Float32:
-    """Natural logarithm of the row's sum of exponentials; -inf for a row without a key."""
+    """Natural logarithm of the row's sum of exponentials; -inf for a row without a key.
+
+    NaN where a score was: the polynomial of exp2 makes the largest number of it.
+    """
     lse = (maximum * scale_log2 + ptx.lg2_ftz(total)) * LN_2
+    lse = cutlass.select_(total < LARGEST_TOTAL, lse, Float32(math.nan))
     return cutlass.select_(has_keys(total), lse, -Float32.inf)
