@@ -294,13 +294,16 @@ def config(spec: BwdSpec, arch: archs.Arch) -> BwdConfig:
         )
     # Longest first. Where dQ has an order and the mask is causal, the launches follow it instead.
     order = "spt" if spec.causal and spec.deterministic else "ascending"
-    # The pair reads less shared memory per product and adds half as much dQ; its registers: a lane
-    # of dQ is half as long. head_dim 64 is bound by the exponentials.
-    pair = {"ctas": 2, "q_stages": 1, "reduce_regs": 128, "compute_regs": 152}
+    # The pair reads less shared memory per product and adds half as much dQ. head_dim 64 is bound
+    # by the exponentials. Registers: a reduce thread holds a row of dQ, of a pair half a row.
     return BwdConfig(
         arch=arch.name,
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         scheduler=order,
-        **(pair if spec.head_dim == 128 else {}),
+        **{
+            64: {"reduce_regs": 112, "compute_regs": 160},
+            96: {"reduce_regs": 144, "compute_regs": 144},
+            128: {"ctas": 2, "q_stages": 1, "reduce_regs": 112, "compute_regs": 160},
+        }[spec.head_dim],
     )
