@@ -82,7 +82,7 @@ def test_middle(seqlens, heads, head_dim, dtype, causal):
 
 
 @over_matrix
-@pytest.mark.parametrize("heads", [(1, 1), (4, 1)], ids=["mha", "gqa4"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (2, 1)], ids=["mha", "gqa4", "mqa"])
 @pytest.mark.parametrize("seqlens", LARGE, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_large(seqlens, heads, head_dim, dtype, causal):
     check(seqlens, heads, head_dim, dtype, causal)
