@@ -60,7 +60,9 @@ def test_processes_share_the_disk_cache(tmp_path):
     whole = entry.read_bytes()
     entry.write_bytes(whole[: len(whole) // 2])
     assert run(folder) == (1, True, 1), "a truncated file is rebuilt with one warning"
-    assert entry.stat().st_size == len(whole)
+    # The header tells how long the compile took: its length is not always the same.
+    assert abs(entry.stat().st_size - len(whole)) < 32
+    assert run(folder) == (0, False, 0), "and is whole again"
 
 
 @pytest.fixture
