@@ -6,6 +6,7 @@ view. Compiled functions are kept on disk as well (cache.py).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -102,6 +103,17 @@ def jit_monitor(mode: str) -> str:
     before = _mode()
     _monitor[:] = [mode]
     return before
+
+
+@contextlib.contextmanager
+def wanted():
+    """Compiles in this `with` are asked for: `jit_monitor` is silent, and after it as before."""
+    before = _monitor[:]
+    _monitor[:] = ["off"]
+    try:
+        yield
+    finally:
+        _monitor[:] = before
 
 
 def _mode() -> str:

@@ -69,11 +69,8 @@ def here(request: Request, target: str) -> Outcome:
     """Compile in this process, unless the kernel is on disk."""
     state = "cached" if cache.find(compile.entry(request, target)) is not None else "compiled"
     start = time.perf_counter()
-    monitor = compile.jit_monitor("off")  # these compiles are wanted
-    try:
+    with compile.wanted():
         compile.get(request, target)
-    finally:
-        compile.jit_monitor(monitor)
     return Outcome(request, state, time.perf_counter() - start)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fa_cute import arch, cache, cli, compile, tune, warmup
@@ -47,6 +49,8 @@ def test_warmup_then_look(folder, capsys, monkeypatch):
     assert code == cli.FOUND and "bad" in out
     assert run(capsys, "cache", "clear")[:2] == (cli.OK, f"removed 1 of {folder}\n")
     assert run(capsys, "cache", "ls")[1] == f"no kernels in {folder}\n"
+    monkeypatch.undo()
+    assert compile._mode() == os.environ.get("FA_CUTE_JIT_MONITOR", "off"), "as before warmup"
 
 
 def test_a_compile_that_hangs_ends_with_the_command(monkeypatch, capsys):
