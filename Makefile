@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format pages clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/attention.py
@@ -21,6 +21,9 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+pages: $(STAMP)
+	$(BIN)/python -m fa_cute pages docs/kernels --table README.md
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .ruff_cache

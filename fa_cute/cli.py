@@ -1,4 +1,4 @@
-"""The command line: plan, support, regs, warmup, cache, doctor.
+"""The command line: plan, regs, pages, support, warmup, cache, doctor.
 
 Exit codes: 0 fine, 1 something found (unsupported, spills, a failed check), 2 wrong usage, 3 the
 environment lacks what the command needs.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from importlib import metadata
 
-from . import __version__, cli_cache
+from . import __version__, cli_cache, cli_kernels
 from . import arch as archs
 from .errors import CompileError, FaCuteError, UnsupportedError
 
@@ -44,6 +44,7 @@ COLUMNS = (
     "softcap",
     "sink",
     "backward",
+    "deterministic",
 )
 PACKAGES = (
     "torch",
@@ -83,15 +84,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"fa_cute {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", help="a kernel's warps, registers, pipelines, memory maps")
-    plan.add_argument("arch", help="sm_100a, sm100, sm_90a, ...")
-    plan.add_argument("direction", choices=("fwd",), help="which kernel")
-    plan.add_argument("--head-dim", type=int, default=128)
-    plan.add_argument("--head-dim-v", type=int, default=None, help="default: --head-dim")
-    plan.add_argument("--causal", action="store_true", help="the causal configuration")
-    plan.add_argument("--json", action="store_true")
-    plan.set_defaults(run=run_plan)
-
     support = commands.add_parser("support", help="what there are kernels for")
     support.add_argument("--arch", help="only this one; default: all")
     support.add_argument("--head-dim", type=int, help="only this one; exit 1 if unsupported")
@@ -100,38 +92,12 @@ def parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true")
     support.set_defaults(run=run_support)
 
-    regs = commands.add_parser("regs", help="compile: registers, spills, shared memory")
-    regs.add_argument("--arch", help="only this one; default: all")
-    regs.add_argument("--head-dim", type=int, help="only this one")
-    regs.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    regs.add_argument("--json", action="store_true")
-    regs.set_defaults(run=run_regs)
-
+    cli_kernels.add_commands(commands)
     cli_cache.add_commands(commands)
     doctor = commands.add_parser("doctor", help="versions, devices, cache, a sample compile")
     doctor.add_argument("--no-compile", action="store_true", help="skip the sample compile")
     doctor.set_defaults(run=run_doctor)
     return top
-
-
-def run_plan(args) -> int:
-    """Print one kernel's plan."""
-    from . import tune
-    from .plan import show
-
-    arch = archs.get(args.arch)
-    dims = (args.head_dim, args.head_dim if args.head_dim_v is None else args.head_dim_v)
-    row = tune.row_forward(arch, *dims, args.causal)
-    if row is None:
-        raise UnsupportedError(
-            f"{arch.name} has no forward kernel for head_dim {dims[0]} with head_dim_v {dims[1]}; "
-            f"implemented: {tune.summary(arch)}"
-        )
-    if args.json:
-        print(json.dumps({"row": str(row), **show.to_dict(row.cfg)}, indent=2))
-    else:
-        print(show.text(row.cfg, f"{tune.KERNELS[arch.family][1]} {row}"), end="")
-    return OK
 
 
 def run_support(args) -> int:
@@ -187,52 +153,10 @@ def support_rows(arch: str | None = None, head_dim: int | None = None) -> list[d
                 answer(softcap=30.0),
                 answer(sink=True),
                 answer(backward=True),
+                answer(backward=True, deterministic=True),
             )
             rows.append(dict(zip(COLUMNS, cells)))
     return rows
-
-
-def run_regs(args) -> int:
-    """Compile the rows and print what the assembler gave them."""
-    found = []
-    for row, arch in config_rows(args.arch, args.head_dim):
-        usage = row_resources(row, arch, args.dtype)
-        found.append(
-            {
-                "kernel": str(row),
-                "regs": usage.regs,
-                "threads": usage.threads,
-                "stack": usage.stack_bytes,
-                "spill loads": usage.local_loads,
-                "spill stores": usage.local_stores,
-                "smem": row.cfg.smem.total,
-                "instructions": usage.instructions,
-            }
-        )
-    if not found:
-        raise UnsupportedError("no configuration fits --arch and --head-dim")
-    print(json.dumps(found, indent=2) if args.json else text_table(found))
-    return FOUND if any(r["stack"] or r["spill loads"] for r in found) else OK
-
-
-def config_rows(arch: str | None = None, head_dim: int | None = None):
-    """(row, architecture) of every configuration that the filters leave."""
-    from . import tune
-
-    wanted = None if arch is None else archs.get(arch).name
-    for row in tune.FWD:
-        for name in row.arches:
-            if wanted in (None, name) and head_dim in (None, row.head_dim):
-                yield row, archs.get(name)
-
-
-def row_resources(row, arch, dtype: str = "bf16"):
-    """Compile one row and read its cubin."""
-    from . import compile, resources
-    from .fwd.args import FwdSpec
-
-    spec = FwdSpec(dtype, row.head_dim, row.head_dim_v, bool(row.causal), 1)
-    return resources.of_cubin(compile.cubin(compile.Request("forward", row.cfg, spec, arch)))[0]
 
 
 def run_doctor(args) -> int:
@@ -306,14 +230,15 @@ def _environment():
 def _sample_compile() -> tuple[str, bool]:
     import time
 
-    row, arch = next(iter(config_rows()))
+    request = cli_kernels.requests(kinds=("forward",), dtypes=("bf16",))[0]
+    name = cli_kernels.label(request)
     start = time.perf_counter()
     try:
-        usage = row_resources(row, arch)
+        usage = cli_kernels.parts(request)[0][1]
     except Exception as error:  # whatever the DSL raises is the finding
-        return f"sample compile: {row} failed: {type(error).__name__}: {error}", True
+        return f"sample compile: {name} failed: {type(error).__name__}: {error}", True
     seconds = time.perf_counter() - start
-    return f"sample compile: {row} in {seconds:.1f} s, {usage.regs} registers at launch", False
+    return f"sample compile: {name} in {seconds:.1f} s, {usage.regs} registers at launch", False
 
 
 def text_table(rows: list[dict]) -> str:

@@ -27,13 +27,20 @@ def test_plan_prints_every_part(capsys):
 def test_plan_as_json(capsys):
     code, out, _ = run(capsys, "plan", "sm_100a", "fwd", "--causal", "--json")
     assert code == cli.OK
-    assert json.loads(out)["row"] == "sm_100a-d128-causal"
+    assert json.loads(out)["kernel"] == "sm_100a-fwd-d128-causal"
 
 
 def test_plan_of_what_is_not_there(capsys):
     code, out, err = run(capsys, "plan", "sm100", "fwd", "--head-dim", "7")
     assert (code, out) == (cli.FOUND, "")
     assert "head_dim 7" in err and "head_dim 64" in err
+
+
+def test_plan_of_a_backward(capsys):
+    argv = ("plan", "sm_90a", "bwd", "--causal", "--deterministic", "--gqa", "4")
+    code, out, _ = run(capsys, *argv)
+    assert code == cli.OK and "BwdSm90 sm_90a-bwd-d128-causal-gqa4-deterministic" in out
+    assert "dq" in out.lower() and "SHARED MEMORY" in out
 
 
 def test_unknown_architecture(capsys):
@@ -85,8 +92,15 @@ def test_as_a_module():
 
 def test_regs(capsys):
     pytest.importorskip("cutlass", reason="compiling needs the DSL")
-    code, out, _ = run(capsys, "regs", "--arch", "sm_100a", "--head-dim", "64", "--json")
+    argv = ("regs", "--head-dim", "64", "--mask", "full", "--json")
+    code, out, _ = run(capsys, *argv, "--arch", "sm_100a", "--pass", "forward")
+    assert code == cli.OK
+    (row,) = json.loads(out)
+    assert (row["kernel"], row["part"]) == ("sm_100a-fwd-d64-full", "main")
+    assert row["regs"] == 128 and row["threads"] == 512 and row["stack"] == 0
+    code, out, _ = run(capsys, *argv, "--arch", "sm_90a", "--pass", "backward", "--deterministic")
     assert code == cli.OK
     rows = json.loads(out)
-    assert [r["kernel"] for r in rows] == ["sm_100a-d64-causal", "sm_100a-d64-full"]
-    assert all(r["regs"] == 128 and r["threads"] == 512 and r["stack"] == 0 for r in rows)
+    assert {r["kernel"] for r in rows} == {"sm_90a-bwd-d64-full-deterministic"}
+    assert len(rows) >= 3
+    assert (rows[0]["part"], rows[0]["threads"]) == ("main", 384)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from fa_cute import cli
+from fa_cute import cli_kernels, tune
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by NVIDIA's CuTe DSL")
-ROWS = list(cli.config_rows())
+REQUESTS = cli_kernels.requests(kinds=("forward",), dtypes=tune.DTYPES)
 # What the system takes of each CTA's shared memory: in a cubin's static size, not in the limit.
 SYSTEM_SMEM = 1024
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("row,arch", ROWS, ids=[f"{row}" for row, _ in ROWS])
-def test_row_compiles_and_assembles_without_spills(row, arch, dtype):
-    usage = cli.row_resources(row, arch, dtype)
-    warps = row.cfg.warps
+@pytest.mark.parametrize(
+    "request_", REQUESTS, ids=[f"{cli_kernels.label(r)}-{r.spec.dtype}" for r in REQUESTS]
+)
+def test_row_compiles_and_assembles_without_spills(request_):
+    (_, usage), *_ = cli_kernels.parts(request_)
+    warps, smem = request_.cfg.warps, request_.cfg.smem
     assert not usage.spills, usage
     assert usage.threads == warps.threads
     assert usage.regs <= warps.launch_regs
     static = usage.static_smem_bytes - SYSTEM_SMEM
-    assert row.cfg.smem.total + static <= arch.smem_bytes
+    assert smem.total + static <= request_.arch.smem_bytes

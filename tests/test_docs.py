@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fa_cute
-from fa_cute import cli
+from fa_cute import cli, cli_kernels
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -38,3 +38,8 @@ def test_commands_are_commands(page):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
         assert target.startswith("http") or (DOCS / target).exists(), target
+
+
+def test_the_pages_of_the_kernels_are_current():
+    written = {path.name: path.read_text() for path in (DOCS / "kernels").glob("*.md")}
+    assert written == cli_kernels.pages(), "renew them by `make pages`"

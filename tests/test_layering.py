@@ -74,6 +74,7 @@ RULES = (
         (*BASE, "cache", "compile", "warmup", "api", "dispatch", "cli"),
         lazy=("torch", "tqdm"),
     ),
+    Rule("cli_kernels", (*FRONT, "warmup", "cli")),
     # Compiled host code is saved and loaded by the simulator's intercept, so compile knows it too.
     Rule(
         "compile", (*FRONT, "cache", "watchdog", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")
@@ -85,7 +86,17 @@ RULES = (
     Rule("api", (*FRONT, "launch", "reference", "dispatch", "operators"), ("torch",), ("cutlass",)),
     Rule(
         "cli",
-        (*FRONT, "cache", "cli_cache", "launch", "reference", "api", "sim", "__init__"),
+        (
+            *FRONT,
+            "cache",
+            "cli_cache",
+            "cli_kernels",
+            "launch",
+            "reference",
+            "api",
+            "sim",
+            "__init__",
+        ),
         (),
         ("torch", "cutlass"),
     ),

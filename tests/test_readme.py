@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fa_cute import cli
+from fa_cute import cli, cli_kernels
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_support_table_is_current():
     text = (ROOT / "README.md").read_text()
-    table = cli.markdown_table(cli.support_rows())
-    assert table in text, f"renew it by python -m fa_cute support --markdown:\n{table}"
+    assert text == cli_kernels.with_table(text), "renew it by `make pages`"
 
 
 def test_every_environment_variable_is_documented():

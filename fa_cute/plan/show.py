@@ -31,12 +31,12 @@ def text(plan: Any, title: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def markdown(plan: Any, title: str) -> str:
-    """A documentation page: the docstring of the plan's module, then the plan."""
+def heading(plan: Any, title: str) -> str:
+    """The start of a documentation page: what the docstring of the plan's module says."""
     about = inspect.cleandoc(sys.modules[type(plan).__module__].__doc__ or "")
     headline, _, rest = about.partition("\n")
-    drawing = f"```text\n{rest.strip()}\n```\n\n" if rest.strip() else ""
-    return f"# {title}\n\n{headline}\n\n{drawing}## The plan\n\n```text\n{text(plan)}```\n"
+    drawing = f"```text\n{rest.strip()}\n```\n" if rest.strip() else ""
+    return f"# {title}\n\n{headline}\n\n{drawing}"
 
 
 def warps_text(warps: WarpPlan) -> str:

@@ -1,0 +1,213 @@
+"""The commands that look at kernels: plan, regs, and pages, which writes docs/kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from . import arch as archs
+from . import tune
+from .compile import Request
+from .errors import ArgumentError, UnsupportedError
+from .plan import show
+
+OK, FOUND = 0, 1
+KINDS = {"fwd": "forward", "bwd": "backward"}
+TABLE_BEGIN = "<!-- support table: make pages -->"
+TABLE_END = "<!-- end of support table -->"
+HELPERS = ("Preprocess", "Postprocess", "Prepare")  # kernels that are launched beside a main one
+
+
+def add_commands(commands) -> None:
+    """Their options, added to the parser of `cli`."""
+    plan = commands.add_parser("plan", help="a kernel's warps, registers, pipelines, memory maps")
+    plan.add_argument("arch", help="sm_100a, sm100, sm_90a, ...")
+    plan.add_argument("direction", choices=tuple(KINDS), help="which kernel")
+    plan.add_argument("--head-dim", type=int, default=128)
+    plan.add_argument("--head-dim-v", type=int, default=None, help="default: --head-dim")
+    plan.add_argument("--causal", action="store_true", help="the causal configuration")
+    plan.add_argument("--gqa", type=int, default=1, help="heads / heads_kv of the backward")
+    plan.add_argument("--deterministic", action="store_true", help="the repeatable backward")
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run=run_plan)
+
+    regs = commands.add_parser("regs", help="compile: registers, spills, shared memory")
+    regs.add_argument("--arch", help="only this one; default: all")
+    regs.add_argument("--head-dim", type=int, help="only this one")
+    regs.add_argument("--dtype", choices=tune.DTYPES, default="bf16")
+    regs.add_argument("--mask", nargs="+", choices=("causal", "full"), default=["causal", "full"])
+    regs.add_argument("--pass", dest="kinds", nargs="+", choices=tuple(KINDS.values()))
+    regs.add_argument("--gqa", type=int, default=1, help="heads / heads_kv of the backward")
+    regs.add_argument("--deterministic", action="store_true", help="the repeatable backward")
+    regs.add_argument("--json", action="store_true")
+    regs.set_defaults(run=run_regs)
+
+    pages = commands.add_parser("pages", help="write a page per kernel from the plans")
+    pages.add_argument("folder", type=Path, help="where to: docs/kernels")
+    pages.add_argument(
+        "--table", type=Path, help="a file whose support table is renewed: README.md"
+    )
+    pages.set_defaults(run=run_pages)
+
+
+def label(request: Request) -> str:
+    """A kernel in one word: sm_90a-bwd-d192_128-causal."""
+    spec = request.spec
+    short = {kind: word for word, kind in KINDS.items()}[request.kind]
+    dims = f"d{spec.head_dim}" + (f"_{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else "")
+    words = [request.arch.name, short, dims, "causal" if spec.causal else "full"]
+    if request.kind == "backward":
+        words += [f"gqa{spec.qhead_per_kvhead}"] * spec.shares_kv
+        words += ["deterministic"] * spec.deterministic
+    return "-".join(words)
+
+
+def run_plan(args) -> int:
+    """Print one kernel's plan."""
+    from . import warmup
+
+    arch, kind = archs.get(args.arch), KINDS[args.direction]
+    dims = (args.head_dim, args.head_dim if args.head_dim_v is None else args.head_dim_v)
+    wanted = warmup.Wanted(
+        (dims,), ("bf16",), (args.causal,), (kind,), args.gqa, args.deterministic
+    )
+    try:
+        (request,) = warmup.requests(arch, wanted)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{arch.name} has no {kind} kernel for head_dim {dims[0]} with head_dim_v {dims[1]}; "
+            f"implemented: {tune.summary(arch)}"
+        ) from error
+    if args.json:
+        print(json.dumps({"kernel": label(request), **show.to_dict(request.cfg)}, indent=2))
+    else:
+        print(show.text(request.cfg, f"{request.where[1]} {label(request)}"), end="")
+    return OK
+
+
+def requests(
+    arch: str | None = None, head_dim: int | None = None, kinds=None, **options
+) -> list[Request]:
+    """The kernels that the tables have and the filters leave; ``options`` as in warmup.Wanted."""
+    from . import warmup
+
+    names = list(archs.ARCHS) if arch is None else [archs.get(arch).name]
+    found = []
+    for target in map(archs.get, names):
+        for kind in kinds or KINDS.values():
+            for dims in dict.fromkeys((r.head_dim, r.head_dim_v) for r in tune.FWD):
+                if head_dim not in (None, dims[0]):
+                    continue
+                try:
+                    wanted = warmup.Wanted(head_dims=(dims,), kinds=(kind,), **options)
+                    found += warmup.requests(target, wanted)
+                except UnsupportedError:
+                    pass  # this architecture lacks it
+    return found
+
+
+def run_regs(args) -> int:
+    """Compile kernels and print what the assembler gave them."""
+    wanted = {
+        "dtypes": (args.dtype,),
+        "masks": tuple(mask == "causal" for mask in args.mask),
+        "gqa": args.gqa,
+        "deterministic": args.deterministic,
+    }
+    found = []
+    for request in requests(args.arch, args.head_dim, args.kinds, **wanted):
+        for part, usage in parts(request):
+            found.append(
+                {
+                    "kernel": label(request),
+                    "part": part,
+                    "regs": usage.regs,
+                    "threads": usage.threads,
+                    "stack": usage.stack_bytes,
+                    "spill loads": usage.local_loads,
+                    "spill stores": usage.local_stores,
+                    "smem": request.cfg.smem.total if part == "main" else usage.static_smem_bytes,
+                    "instructions": usage.instructions,
+                }
+            )
+    if not found:
+        raise UnsupportedError("no configuration fits --arch and --head-dim")
+    from .cli import text_table
+
+    print(json.dumps(found, indent=2) if args.json else text_table(found))
+    return FOUND if any(r["stack"] or r["spill loads"] for r in found) else OK
+
+
+def parts(request: Request) -> list[tuple[str, object]]:
+    """Compile: (name, resources) of each kernel that a call launches, the main one first."""
+    from . import compile, resources
+
+    found = []
+    for usage in resources.of_cubin(compile.cubin(request)):
+        helper = [name.lower() for name in HELPERS if name in usage.kernel]
+        found.append((helper[0] if helper else "main", usage))
+    return sorted(found, key=lambda part: part[0] != "main")
+
+
+def run_pages(args) -> int:
+    """Write the page of every kernel."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (args.folder / name).write_text(text)
+        print(args.folder / name)
+    if args.table is not None:
+        args.table.write_text(with_table(args.table.read_text()))
+        print(args.table)
+    return OK
+
+
+def with_table(text: str) -> str:
+    """A page with its support table renewed."""
+    from .cli import markdown_table, support_rows
+
+    before, begin, rest = text.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not begin or not end:
+        raise ArgumentError(f"no support table: it stands between {TABLE_BEGIN} and {TABLE_END}")
+    return f"{before}{begin}\n{markdown_table(support_rows())}\n{end}{after}"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text, one page per kernel class."""
+    kernels: dict[str, list[Request]] = {}
+    for deterministic in (False, True):
+        for request in requests(dtypes=("bf16",), deterministic=deterministic):
+            if request.kind == "backward" or not deterministic:  # a forward always is
+                direction = label(request).split("-")[1]
+                kernels.setdefault(f"{direction}_{request.arch.family}.md", []).append(request)
+    return {file: page(found) for file, found in kernels.items()}
+
+
+def page(found: list[Request]) -> str:
+    """A kernel's documentation: what its plan's module says, its configurations, their plans."""
+    from .cli import markdown_table
+
+    rows = [{f.name: getattr(r.cfg, f.name) for f in fields(r.cfg)} for r in found]
+    told = [column for column in rows[0] if len({str(row[column]) for row in rows}) > 1]
+    table = [
+        {"kernel": label(request), **{column: row[column] for column in told}}
+        for request, row in zip(found, rows)
+    ]
+    same = [f"`{column}={value}`" for column, value in rows[0].items() if column not in told]
+    plans: dict[tuple, str] = {}  # of each head dim the first one
+    for request in found:
+        dims = (request.spec.head_dim, request.spec.head_dim_v)
+        text = f"### {label(request)}\n\n```text\n{show.text(request.cfg)}```\n"
+        plans.setdefault(dims, text)
+    command = "`python -m fa_cute plan ARCH fwd|bwd --head-dim N --causal --deterministic`"
+    return "\n".join(
+        (
+            show.heading(found[0].cfg, found[0].where[1]),
+            "<!-- written by `make pages` -->\n",
+            f"## Configurations\n\n{markdown_table(table)}\n",
+            f"In all of them: {', '.join(same)}.\n",
+            f"## Plans\n\nOne per head dim; {command} prints the others.\n",
+            "\n".join(plans.values()),
+        )
+    )
