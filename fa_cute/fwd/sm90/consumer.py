@@ -168,7 +168,8 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
 def _meet(cx: FwdCtx, t: Team):
     """Barrier of one team."""
     first = const_expr(cx.cfg.topology.barrier_id("team0"))
-    cute.arch.barrier(barrier_id=first + t.index, number_of_threads=TEAM_THREADS)
+    index = rows.pinned(t.index) if const_expr(cx.cfg.late_ids) else t.index
+    cute.arch.barrier(barrier_id=first + index, number_of_threads=TEAM_THREADS)
 
 
 @cute.jit

@@ -78,6 +78,9 @@ class FwdConfig:
     )
     scores_first: bool = False  # in a turn S before O, so that softmax of S runs beside P V
     take_turns: bool = True  # False: teams issue whenever they can
+    # The number of a team's barrier is computed at the barrier, not kept in a register over the
+    # loops: one register less where they are full.
+    late_ids: bool = False
     num_sms: int | None = None  # None: the architecture's usual part
 
     def __post_init__(self) -> None:
