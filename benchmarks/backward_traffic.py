@@ -14,7 +14,7 @@ import torch
 
 from fa_cute import arch as archs
 from fa_cute import compile as compiler
-from fa_cute import reference
+from fa_cute import launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm100.plan import config
 
@@ -38,7 +38,8 @@ def counters(form: str, seqlen: int) -> dict[str, int]:
     work = torch.empty(workspace_floats(cfg, spec, Sizes(1, 1, 1, seqlen, seqlen)))
     grads = [torch.empty_like(t) for t in (q, k, v)]
     with host.session(arch, dsl=False) as session:
-        fn(q, k, v, out.bfloat16(), lse.float(), dout, None, *grads, work, HEAD_DIM**-0.5)
+        rest = launch.rest(HEAD_DIM**-0.5, arch.num_sms)
+        fn(q, k, v, out.bfloat16(), lse.float(), dout, None, *grads, work, *rest)
     return max(
         (launch.counters for launch in session.launches), key=lambda c: c.get("mma.flops", 0)
     )

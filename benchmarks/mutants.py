@@ -51,7 +51,7 @@ def forward_launch() -> mutants.Launch:
     """The small launch, as the machine gets it."""
     target = arch.get("sm_100a")
     spec = FwdSpec("bf16", HEAD_DIM, HEAD_DIM, causal=True)
-    cfg = replace(tune.forward(spec, target), scheduler="lpt_persistent", num_sms=1)
+    cfg = replace(tune.forward(spec, target), scheduler="lpt_persistent")
     kernel = compile.forward(cfg, spec, target, "sim")
     q, k, v = _inputs()
     out, lse = torch.empty_like(q), torch.empty(1, 1, SEQLEN_Q)
@@ -59,7 +59,7 @@ def forward_launch() -> mutants.Launch:
     machine.run = lambda *args: calls.append(args) or run(*args)
     try:
         with host.session(target, dsl=False, progress=False, plan=launch.plan_names(cfg)):
-            kernel(q, k, v, out, lse, HEAD_DIM**-0.5)
+            kernel(q, k, v, out, lse, *launch.rest(HEAD_DIM**-0.5, sms=1))
     finally:
         machine.run = run
     code, grid, block, cluster, smem, params, memory, _, options = calls[-1]

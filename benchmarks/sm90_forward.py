@@ -34,6 +34,15 @@ def bench_shape(d: int, seqlen: int):
     return (TOKENS // seqlen, seqlen, seqlen, WIDTH // d, WIDTH // d)
 
 
+def rest(scale: float) -> tuple:
+    """What a compiled function takes after its tensors."""
+    import torch
+
+    from fa_cute import arch, launch
+
+    return launch.rest(scale, launch.num_sms(torch.device("cuda"), arch.get("sm_90a")))
+
+
 def variant(
     d=64, dv=None, causal=False, seqlens=(), checks=True, dtype="bf16", without=None, **cfg
 ):
@@ -103,7 +112,7 @@ def check(fn, spec, shape) -> dict:
         (batch, sq, heads, spec.head_dim_v), float("nan"), device=gpu.DEVICE, dtype=dtype
     )
     lse = torch.full((batch, heads, sq), float("nan"), device=gpu.DEVICE)
-    fn(q, k, v, out, lse, scale)
+    fn(q, k, v, out, lse, *rest(scale))
     torch.cuda.synchronize()
     want, want_lse = gpu.reference(q, k, v, spec.causal, scale)
     low, _ = gpu.reference(q, k, v, spec.causal, scale, low=dtype)
@@ -175,7 +184,7 @@ def run_one(task: dict) -> dict:
             out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=dtype)
             lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
             scale = spec.head_dim**-0.5
-            got = gpu.measure(lambda: fn(q, k, v, out, lse, scale))  # noqa: B023 (called at once)
+            got = gpu.measure(lambda: fn(q, k, v, out, lse, *rest(scale)))  # noqa: B023 (called at once)
             ms = got["ms"]
             rows = torch.randint(0, sq, (64,), device=gpu.DEVICE)
             want, _ = gpu.reference(
@@ -209,7 +218,7 @@ def profile(task: dict) -> None:
     out = torch.empty(batch, sq, heads, spec.head_dim_v, device=gpu.DEVICE, dtype=torch.bfloat16)
     lse = torch.empty(batch, heads, sq, device=gpu.DEVICE)
     for _ in range(3):
-        fn(q, k, v, out, lse, spec.head_dim**-0.5)
+        fn(q, k, v, out, lse, *rest(spec.head_dim**-0.5))
     torch.cuda.synchronize()
 
 

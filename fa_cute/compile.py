@@ -41,6 +41,8 @@ class Request:
     spec: Any
     arch: Arch
     has_dlse: bool = False  # backward: a gradient of the LSE comes in
+    # varlen: which of cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k come in
+    lengths: tuple[bool, bool, bool, bool] = (False, False, False, False)
 
     @property
     def where(self) -> tuple[str, str]:
@@ -66,7 +68,7 @@ class Request:
 
 
 def forward(cfg, spec, arch: Arch, target: str) -> Callable:
-    """The forward kernel as ``fn(q, k, v, out, lse, softmax_scale)`` on torch tensors.
+    """The forward kernel as ``fn(q, k, v, out, lse, *launch.rest(...))`` on torch tensors.
 
     ``target`` "cuda" runs on the current device and stream, "sim" on CPU tensors in the simulator.
     """
@@ -74,7 +76,7 @@ def forward(cfg, spec, arch: Arch, target: str) -> Callable:
 
 
 def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool) -> Callable:
-    """The backward: ``fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale)``.
+    """The backward: ``fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, *launch.rest(...))``.
 
     ``dlse`` is None unless ``has_dlse``; ``work`` is fp32 scratch, as long as
     `bwd.args.workspace_floats` says.
@@ -303,33 +305,45 @@ def cubin(request: Request) -> bytes:
 def _arguments(request: Request) -> tuple:
     """Stand-ins for what the compiled function takes, and the stream."""
     import cutlass
-    from cutlass.cute import runtime, sym_int, sym_int64
+    from cutlass.cute import runtime, sym_int
 
     spec = request.spec
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_kv = (sym_int() for _ in range(5))
+    first = () if spec.varlen else (batch,)  # else all sequences share the dimension of rows
 
     def like_q(head_dim):
-        return _strided(dtype, (batch, seqlen_q, heads, head_dim))
+        return _strided(dtype, (*first, seqlen_q, heads, head_dim))
 
     def like_k(head_dim):
-        return _strided(dtype, (batch, seqlen_k, heads_kv, head_dim))
+        return _strided(dtype, (*first, seqlen_k, heads_kv, head_dim))
 
     def rows():
-        return runtime.make_fake_compact_tensor(
-            cutlass.Float32, (batch, heads, seqlen_q), stride_order=(2, 1, 0), assumed_align=4
-        )
+        return packed(cutlass.Float32, *first, heads, seqlen_q)
+
+    def packed(kind, *shape):
+        order = tuple(reversed(range(len(shape))))
+        return runtime.make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=4)
 
     d, dv = spec.head_dim, spec.head_dim_v
     tensors = [like_q(d), like_k(d), like_k(dv), like_q(dv), rows()]
     if request.kind == "backward":
         tensors += [like_q(dv), rows() if request.has_dlse else None]
         tensors += [like_q(d), like_k(d), like_k(dv)]
-        tensors.append(
-            runtime.make_fake_tensor(cutlass.Float32, (sym_int64(),), (1,), assumed_align=16)
-        )
+        tensors.append(_scratch(cutlass.Float32))
+    limits = [cutlass.Int32(1) if limited else None for limited in spec.window]
+    lengths = [packed(cutlass.Int32, sym_int()) if given else None for given in request.lengths]
+    tiles = _scratch(cutlass.Int32) if spec.varlen else None
     stream = runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return *tensors, cutlass.Float32(1.0), stream
+    rest = (cutlass.Float32(1.0), *limits, *lengths, tiles, cutlass.Int32(1))
+    return *tensors, *rest, stream
+
+
+def _scratch(kind):
+    """Memory that a call allocates for its kernels."""
+    from cutlass.cute import runtime, sym_int64
+
+    return runtime.make_fake_tensor(kind, (sym_int64(),), (1,), assumed_align=ALIGN_BYTES)
 
 
 def _strided(dtype, shape):

@@ -118,12 +118,18 @@ class Call:
     problem: AttnProblem
     arch: Arch | None  # None for the reference
     backend: str
+    num_sms: int = 0  # of the tensors' device
     plain: bool = False  # no stride of the inputs needs `plain_strides`
 
     @cached_property
     def resolved(self):
         """The compiled forward and its config."""
         return launch.resolve(self.problem, self.arch, self.backend)
+
+    @cached_property
+    def rest(self) -> tuple:
+        """What the forward takes after its tensors."""
+        return launch.rest(self.problem.softmax_scale, self.num_sms)
 
     def require_gradient(self, deterministic: bool) -> None:
         """Raise before the forward runs if the backward could not."""
@@ -160,7 +166,7 @@ class Call:
         else:
             if not self.plain:
                 q, k, v, out = (launch.plain_strides(t) for t in (q, k, v, out))
-            launch.forward((q, k, v, out, lse), self.resolved, p, self.arch)
+            launch.forward((q, k, v, out, lse), self.resolved, self.rest, self.arch)
 
     def reference(self, q, k, v, sink=None):
         """The same in plain torch, in float32 or float64."""
@@ -266,4 +272,4 @@ def _validated(q, k, v, options: Options) -> Call:
     if reasons:
         raise UnsupportedError(refusal(arch, reasons) + autocast_hint(q))
     check_layout(q=q, k=k, v=v)
-    return Call(problem, arch, backend)
+    return Call(problem, arch, backend, launch.num_sms(q.device, arch))

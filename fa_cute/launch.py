@@ -21,21 +21,34 @@ _one_machine = threading.RLock()  # a process simulates one machine at a time
 
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a CUDA device, by its index in this process."""
-    from cuda.bindings import driver
+    return (
+        _attribute(index, "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR"),
+        _attribute(index, "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR"),
+    )
 
-    def ask(attribute) -> int:
-        status, value = driver.cuDeviceGetAttribute(attribute, device)
-        _check(status)
-        return value
+
+def num_sms(device: torch.device, arch: Arch) -> int:
+    """Multiprocessors of the device; of the usual part where it is simulated."""
+    if device.type != "cuda":
+        return arch.num_sms
+    return _num_sms(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _num_sms(index: int) -> int:
+    return _attribute(index, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+
+
+def _attribute(index: int, name: str) -> int:
+    """What the driver says of a device."""
+    from cuda.bindings import driver
 
     _check(driver.cuInit(0)[0])
     status, device = driver.cuDeviceGet(index)
     _check(status)
-    names = driver.CUdevice_attribute
-    return (
-        ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-        ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
-    )
+    status, value = driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, name), device)
+    _check(status)
+    return value
 
 
 def _check(status) -> None:
@@ -50,10 +63,22 @@ def resolve(problem: AttnProblem, arch: Arch, backend: str):
     return compile.forward(cfg, spec, arch, backend), cfg
 
 
-def forward(tensors, resolved, problem: AttnProblem, arch: Arch) -> None:
+def rest(scale: float, sms: int, window=(None, None), lengths=(None,) * 4, tiles=None) -> tuple:
+    """What every compiled function takes after its tensors.
+
+    Args:
+        sms: multiprocessors that a persistent grid fills.
+        window: limits on the left and on the right, None where the spec has none.
+        lengths: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k.
+        tiles: int32 scratch for the list of tiles of a varlen call.
+    """
+    return (scale, *window, *lengths, tiles, sms)
+
+
+def forward(tensors, resolved, rest: tuple, arch: Arch) -> None:
     """Fill out and lse of ``tensors`` = (q, k, v, out, lse) by what `resolve` gave."""
     kernel, cfg = resolved
-    _run(kernel, (*tensors, problem.softmax_scale), arch, cfg)
+    _run(kernel, (*tensors, *rest), arch, cfg)
 
 
 def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str, grads) -> None:
@@ -67,7 +92,8 @@ def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: 
     )
     work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
     args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
-    _run(kernel, (*args, work, problem.softmax_scale), arch, cfg)
+    tail = rest(problem.softmax_scale, num_sms(q.device, arch))
+    _run(kernel, (*args, work, *tail), arch, cfg)
 
 
 def _run(kernel, args, arch: Arch, cfg) -> None:

@@ -19,6 +19,8 @@ SCHEMA = "the arguments of the operator's schema, by position"
 MORE_PARAMETERS = {
     ("fa_cute.api", "flash_attn_func"): KNOWN,
     ("fa_cute.api", "flash_attn_varlen_func"): KNOWN,
+    ("fa_cute.fwd.sm90.kernel", "__call__"): OPERANDS,
+    ("fa_cute.fwd.sm100.kernel", "__call__"): OPERANDS,
     ("fa_cute.bwd.sm90.kernel", "__call__"): OPERANDS,
     ("fa_cute.bwd.sm100.kernel", "__call__"): OPERANDS,
     (

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fa_cute.errors import PlanError
+from fa_cute.ops import mask
 from fa_cute.ops.arith import ceil_div
 
 # Sections of the workspace start on a multiple of this: 128 bytes, a line of L2.
@@ -32,6 +34,16 @@ class BwdSpec:
     causal: bool
     qhead_per_kvhead: int = 1
     deterministic: bool = False
+    window: tuple[bool, bool] = (False, False)  # whether a call limits the left, the right side
+    varlen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.causal and self.window[1]:
+            raise PlanError("causal, and a window with a right side: causal is that side, 0")
+
+    def band(self, left: Any = None, right: Any = None) -> mask.Band:
+        """Which keys a query sees; ``left`` and ``right`` count where ``window`` says so."""
+        return mask.limited(self.causal, self.window, left, right)
 
     @property
     def shares_kv(self) -> bool:

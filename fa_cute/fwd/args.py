@@ -38,7 +38,8 @@ class FwdSpec:
 
     Tensors are as the user holds them: q (batch, seqlen_q, heads, head_dim), k and v (batch,
     seqlen_k, heads_kv, head_dim or head_dim_v), out like q, lse (batch, heads, seqlen_q) fp32.
-    Lengths and strides are dynamic.
+    With ``varlen`` the rows of all sequences follow each other: q (total_q, heads, head_dim), k and
+    v likewise, lse (heads, total_q). Lengths, strides and the size of a window are dynamic.
     """
 
     dtype: str  # of q, k, v and out
@@ -46,12 +47,17 @@ class FwdSpec:
     head_dim_v: int
     causal: bool  # bottom-right aligned
     qhead_per_kvhead: int = 1
+    window: tuple[bool, bool] = (False, False)  # whether a call limits the left, the right side
+    varlen: bool = False
+    negative_scale: bool = False  # only for a kernel that must know it while it is traced
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise PlanError(f"dtype {self.dtype!r}; one of {DTYPES}")
         if self.qhead_per_kvhead < 1:
             raise PlanError(f"qhead_per_kvhead {self.qhead_per_kvhead}; at least 1")
+        if self.causal and self.window[1]:
+            raise PlanError("causal, and a window with a right side: causal is that side, 0")
 
     @property
     def element(self) -> Any:
@@ -60,10 +66,14 @@ class FwdSpec:
 
         return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[self.dtype]
 
+    def band(self, left: Any = None, right: Any = None) -> mask.Band:
+        """Which keys a query sees; ``left`` and ``right`` count where ``window`` says so."""
+        return mask.limited(self.causal, self.window, left, right)
+
     @property
     def mask(self) -> mask.Band:
-        """Which keys a query sees."""
-        return mask.causal() if self.causal else mask.full()
+        """The band of a call without a window."""
+        return self.band()
 
     @property
     def kv_bytes_per_row(self) -> int:

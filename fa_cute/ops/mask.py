@@ -60,6 +60,14 @@ def window(left: Any = None, right: Any = None) -> Band:
     return Band(left, right)
 
 
+def limited(causal: bool, sides: tuple[bool, bool], left: Any, right: Any) -> Band:
+    """The band of a call: which ``sides`` have a limit is known while tracing, the limits are not.
+
+    ``causal`` is a limit of 0 on the right that is known.
+    """
+    return Band(left if sides[0] else None, 0 if causal else right if sides[1] else None)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Blocks ``[lo, hi)`` to visit; those in ``[full_lo, full_hi)`` need no element mask.
@@ -110,28 +118,37 @@ def q_blocks(
     tile_n: int,
     seqlen_q: Any,
     seqlen_k: Any,
-    tails: bool = True,
+    tail_rows: bool = True,
 ) -> Blocks:
     """Query blocks of KV block ``n_block < ceil(seqlen_k / tile_n)``.
 
     Both sides agree: ``m in q_blocks(n)`` if and only if ``n in kv_blocks(m)``.
 
-    ``tails=True``: a block with rows past ``seqlen_q`` or keys past ``seqlen_k`` is not full.
-    ``tails=False``: only the band decides, for a kernel in which such rows and keys vanish by
-    themselves (LSE +inf, zero-filled K and V).
+    A block with keys past ``seqlen_k``, or with rows past ``seqlen_q``, is not full.
+    ``tail_rows=False``: such rows do not count, for a kernel in which they vanish by themselves
+    (LSE +inf); then keys that do not exist put all blocks before ``full_lo`` (see `spans`).
     """
     end = (n_block + 1) * tile_n
     first = mask.q_bounds(n_block * tile_n, seqlen_q, seqlen_k)
     last = mask.q_bounds(lo(end, seqlen_k) - 1, seqlen_q, seqlen_k)
-    if tails:
-        every_row = first[1] * at_most(
-            end, seqlen_k
-        )  # none where a key of the block does not exist
-    else:
-        every_row = first[1] + at_most(seqlen_q, first[1]) * (
-            tile_m - 1
-        )  # up to the end of the last block
-    return _blocks((first[0], every_row), last, tile_m)
+    keys_exist = at_most(end, seqlen_k)
+    if tail_rows:
+        return _blocks((first[0], first[1] * keys_exist), last, tile_m)
+    last_block = first[1] + at_most(seqlen_q, first[1]) * (tile_m - 1)
+    every_row = hi(last[0], (1 - keys_exist) * seqlen_q)
+    return _blocks((first[0], last_block), (every_row, last[1]), tile_m)
+
+
+def spans(mask: Band, blocks: Blocks, tail_rows: bool = True) -> tuple[tuple[Any, Any, bool], ...]:
+    """The parts ``[lo, hi)`` of a KV block's `q_blocks` in order, and whether each needs an element
+    mask. Without a limit on the left, rows past the end that do not count leave no third part.
+    """
+    parts = (
+        (blocks.lo, blocks.full_lo, True),
+        (blocks.full_lo, blocks.full_hi, False),
+        (blocks.full_hi, blocks.hi, True),
+    )
+    return parts if tail_rows or mask.left is not None else parts[:2]
 
 
 def visits(

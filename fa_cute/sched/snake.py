@@ -13,6 +13,7 @@ from .lpt import LptPersistent, heads_in_l2
 # of what both use.
 SECTION_BYTES = 34 << 20
 LONG_SECTION_BYTES = 16 << 20
+GCD_STEPS = 16  # of Euclid's algorithm, enough for numbers below 1597: twice the SMs of a device
 
 
 @dataclass(frozen=True)
@@ -45,28 +46,23 @@ class Snake(LptPersistent):
         return SnakeWalk(self, block // cluster, num_blocks // cluster, 0 * block)
 
 
-def period(num_m: Any, width: int) -> Any:
+def period(num_m: Any, width: Any) -> Any:
     """The fewest heads of ``num_m`` tiles that fill whole pairs of rounds of ``width`` CTAs.
 
     A pair of rounds, forth and back, gives every CTA as much as any other. A section that ends
     within one begins its long tiles at some CTA in the middle, the next section at the same one
     again, and so on: then some CTAs get far more (by half, for 64 heads of 4 tiles on 132).
     """
-    common = 1  # gcd of num_m and the pair of rounds
-    rest, prime = 2 * width, 2
-    while rest > 1:
-        power = prime
-        while rest % prime == 0:
-            common = common * (1 + (prime - 1) * at_most(num_m % power, 0))
-            rest //= prime
-            power *= prime
-        prime += 1
+    common, rest = 2 * width, num_m % (2 * width)
+    for _ in range(GCD_STEPS):
+        more = at_most(1, rest)
+        common, rest = common + more * (rest - common), more * (common % hi(rest, 1))
     return 2 * width // common
 
 
 def dealt(
     space: TileSpace,
-    num_sms: int,
+    num_sms: Any,
     *,
     seqlen_k: Any,
     kv_bytes_per_row: int,

@@ -10,7 +10,7 @@ import torch
 
 from fa_cute import arch as archs
 from fa_cute import compile as compiler
-from fa_cute import reference
+from fa_cute import launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm100.plan import config
 from fa_cute.plan import show
@@ -77,7 +77,8 @@ def run(case: Case, schedule: str = "early", cfg=None, **options):
     grads = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     plan = show.to_dict(cfg)
     with host.session(SM100, dsl=False, schedule=schedule, plan=plan, **options) as session:
-        fn(q, k, v, out, lse, dout, dlse(case), *grads, work, case.head_dim**-0.5)
+        rest = launch.rest(case.head_dim**-0.5, SM100.num_sms)
+        fn(q, k, v, out, lse, dout, dlse(case), *grads, work, *rest)
     return grads, session
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from fa_cute import arch, compile
+from fa_cute import arch, compile, launch
 from fa_cute.fwd.args import FwdSpec
 from fa_cute.fwd.sm90.plan import FwdConfig
 from fa_cute.plan import show
@@ -15,11 +15,12 @@ from fa_cute.sim import host
 from tests import tolerance
 
 SM90 = arch.get("sm_90a")
+NUM_SMS = 2  # several tiles for each CTA
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Two CTAs, so that every one of them computes several tiles.
 CONFIGS = {
     "joined": (
-        FwdConfig(head_dim=64, head_dim_v=64, teams=4, tile_n=64, scheduler="snake", num_sms=2),
+        FwdConfig(head_dim=64, head_dim_v=64, teams=4, tile_n=64, scheduler="snake"),
         True,
     ),
     "scores first": (
@@ -30,12 +31,11 @@ CONFIGS = {
             tile_n=80,
             scheduler="snake",
             scores_first=True,
-            num_sms=2,
         ),
         True,
     ),
     "one team": (
-        FwdConfig(head_dim=64, head_dim_v=32, teams=1, scheduler="persistent", num_sms=2),
+        FwdConfig(head_dim=64, head_dim_v=32, teams=1, scheduler="persistent"),
         False,
     ),
 }
@@ -63,7 +63,7 @@ def run(name: str, lengths, heads, dtype="bf16", schedule="early", change=None):
     out = torch.full((1, sq, h, spec.head_dim_v), float("nan"), dtype=t)
     lse = torch.full((1, h, sq), float("nan"))
     with host.session(SM90, dsl=False, schedule=schedule, plan=show.to_dict(cfg)):
-        fn(q, k, v, out, lse, spec.head_dim**-0.5)
+        fn(q, k, v, out, lse, *launch.rest(spec.head_dim**-0.5, NUM_SMS))
     return tolerance.measure(out, lse, q, k, v, None, spec.causal), lse
 
 

@@ -14,54 +14,17 @@ import os
 import sys
 import time
 
-import cutlass.cute as cute
 import torch
-from cutlass import Float32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from fa_cute import reference
+from fa_cute import arch, compile, launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
-from fa_cute.bwd.sm90.ctx import DTYPES
-from fa_cute.bwd.sm90.kernel import BwdSm90
 from fa_cute.bwd.sm90.plan import config
 
+HOPPER = arch.get("sm_90a")
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # (seqlen_q, seqlen_k): ends inside a tile, one row, one key, longer on either side
 SHAPES = [(128, 128), (1, 1), (3, 3), (64, 1), (64, 32), (239, 1), (300, 300), (113, 203), (799, 3)]
 SHAPES += [(255, 256), (512, 256), (256, 512), (384, 1000), (1023, 1024)]
-
-
-def fake(spec: BwdSpec):
-    """Symbolic tensors: every size and stride dynamic but the last."""
-    dtype = DTYPES[spec.dtype]
-    b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
-
-    def operand(seqlen, heads, d):
-        stride = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return make_fake_tensor(dtype, (b, seqlen, heads, d), stride=(*stride, 1), assumed_align=16)
-
-    def rows():
-        return make_fake_tensor(
-            Float32, (b, h, sq), stride=(cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
-        )
-
-    d, dv = spec.head_dim, spec.head_dim_v
-    work = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
-    q, k, v, o = operand(sq, h, d), operand(sk, hk, d), operand(sk, hk, dv), operand(sq, h, dv)
-    lse, do, dlse = rows(), operand(sq, h, dv), rows()
-    return [
-        q,
-        k,
-        v,
-        o,
-        lse,
-        do,
-        dlse,
-        operand(sq, h, d),
-        operand(sk, hk, d),
-        operand(sk, hk, dv),
-        work,
-    ]
 
 
 class Backward:
@@ -69,12 +32,8 @@ class Backward:
 
     def __init__(self, spec: BwdSpec, cfg=None):
         self.spec, self.cfg = spec, cfg or config(spec)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        kernel = BwdSm90(self.cfg, spec)
         start = time.time()
-        self.fn = cute.compile(
-            kernel, *fake(spec), Float32(1.0), stream, options="--enable-tvm-ffi"
-        )
+        self.fn = compile.build_backward(self.cfg, spec, HOPPER, has_dlse=True)
         self.compile_s = time.time() - start
 
     def __call__(self, tensors, scale, poison=False):
@@ -85,7 +44,8 @@ class Backward:
         if poison:
             for x in (work, dq, dk, dv):
                 x.fill_(float("nan"))
-        self.fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale)
+        rest = launch.rest(scale, launch.num_sms(q.device, HOPPER))
+        self.fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, *rest)
         return dq, dk, dv
 
 

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from fa_cute import arch, compile, tune
+from fa_cute import arch, compile, launch, tune
 from fa_cute.fwd.args import FwdSpec
 from tests import tolerance
 
@@ -61,7 +61,8 @@ def call(fn, spec: FwdSpec, q, k, v):
     out, whole = behind((batch, rows, heads, spec.head_dim_v), TORCH[spec.dtype], SENTINEL)
     out.fill_(float("nan"))
     lse = torch.full((batch, heads, rows), float("nan"), device="cuda")
-    fn(q, k, v, out, lse, spec.head_dim**-0.5)
+    sms = launch.num_sms(q.device, arch.get("sm_90a"))
+    fn(q, k, v, out, lse, *launch.rest(spec.head_dim**-0.5, sms))
     torch.cuda.synchronize()
     return out, lse, bool((whole[:, rows:] == SENTINEL).all())
 
@@ -84,8 +85,6 @@ def other_views(q, k, v):
 
 def plain(t: torch.Tensor) -> torch.Tensor:
     """Strides of dimensions of size 1 as kernels expect them."""
-    from fa_cute import launch
-
     return launch.plain_strides(t)
 
 

@@ -61,6 +61,14 @@ class BwdSm100:
         mdV: cute.Tensor,
         mWork: cute.Tensor,
         softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_q: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        mVarlen: cute.Tensor | None,
+        num_sms: Int32,
         stream,
     ):
         c, spec = self.cfg, self.spec
@@ -215,17 +223,8 @@ class Main:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        cx = BwdCtx(
-            cfg=c,
-            spec=self.spec,
-            g=g,
-            smem=Smem(base, address, products.layouts(), c, element),
-            pipes=edges,
-            barriers=pipes.barriers(c.topology, c.warps),
-            products=products,
-            tile=sched.here(g.order, c.ctas).tile(),
-            rank=rank,
-        )
+        smem = Smem(base, address, products.layouts(), c, element)
+        barriers = pipes.barriers(c.topology, c.warps)
         for i in cutlass.range_constexpr(len(self.program)):
             role, body = self.program[i]
             if warp >= role.start and warp < role.stop:
@@ -233,7 +232,10 @@ class Main:
                     cute.arch.setmaxregister_increase(role.regs)
                 else:
                     cute.arch.setmaxregister_decrease(role.regs)
-                body.run(cx)
+                # Each role finds its tile by itself: what is known before the roles part is alive
+                # in all of them, and would be spilled for the one with the least room.
+                tile = sched.here(g.order, c.ctas).tile()
+                body.run(BwdCtx(c, self.spec, g, smem, edges, barriers, products, tile, rank))
         if const_expr(c.pair):
             # Nobody leaves, or frees tensor memory, while the other CTA may still reach for it.
             cute.arch.cluster_arrive()

@@ -68,6 +68,14 @@ class BwdSm90:
         mdV: cute.Tensor,
         mWork: cute.Tensor,
         softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_q: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        mVarlen: cute.Tensor | None,
+        num_sms: Int32,
         stream,
     ):
         c, spec = self.cfg, self.spec

@@ -49,6 +49,14 @@ class FwdSm100:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_q: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        mVarlen: cute.Tensor | None,
+        num_sms: Int32,
         stream: Any,
     ):
         """q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_kv, d), out like q,
@@ -107,7 +115,7 @@ class FwdSm100:
             qhead_per_kvhead,
         )
         self.kernel(args, layouts["sQ"], layouts["sK"], layouts["sV"], layouts["sO"]).launch(
-            grid=order.grid(c.sms),
+            grid=order.grid(num_sms),
             block=(c.warps.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,

@@ -73,7 +73,6 @@ class FwdConfig:
     max_by_load: bool = False  # the load of unmasked scores also finds their maximum (sm_103a)
     rescale_log2: float = 8.0  # O is rescaled only when a row maximum grows by more (log2 units)
     scheduler: str = "persistent"
-    num_sms: int | None = None  # None: the architecture's usual part
 
     def __post_init__(self) -> None:
         if (self.tile_m, self.tile_n) != (128, 128):
@@ -94,11 +93,6 @@ class FwdConfig:
     def target(self) -> archs.Arch:
         """The architecture whose limits hold."""
         return archs.get(self.arch)
-
-    @property
-    def sms(self) -> int:
-        """What a persistent grid fills."""
-        return self.num_sms or self.target.num_sms
 
     @property
     def other_regs(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -47,6 +47,14 @@ class FwdSm90:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        used_q: cute.Tensor | None,
+        used_k: cute.Tensor | None,
+        mVarlen: cute.Tensor | None,
+        num_sms: Int32,
         stream,
     ):
         c, dtype = self.cfg, self.spec.element
@@ -60,7 +68,7 @@ class FwdSm90:
         heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
         space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
         ratio = heads // mK.shape[2]
-        order, ctas = self._order(space, mK.shape[1], ratio)
+        order, ctas = self._order(space, mK.shape[1], ratio, num_sms)
         tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
         load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
         load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
@@ -94,7 +102,7 @@ class FwdSm90:
             stream=stream,
         )
 
-    def _order(self, space, seqlen_k, qhead_per_kvhead):
+    def _order(self, space, seqlen_k, qhead_per_kvhead, num_sms):
         """The order of tiles, and the CTAs of a persistent grid."""
         c = self.cfg
         lengths = {
@@ -103,10 +111,10 @@ class FwdSm90:
             "qhead_per_kvhead": qhead_per_kvhead,
         }
         if c.scheduler == "snake":
-            return sched.snake.dealt(space, c.grid_sms, **lengths)
+            return sched.snake.dealt(space, num_sms, **lengths)
         # With long rows the ends of a tile weigh little, and the hardware balances better.
-        one_per_tile = at_most(LONG_ROWS, seqlen_k) * hi(space.size - c.grid_sms, 0)
-        return sched.make(c.scheduler, space, **lengths), c.grid_sms + one_per_tile
+        one_per_tile = at_most(LONG_ROWS, seqlen_k) * hi(space.size - num_sms, 0)
+        return sched.make(c.scheduler, space, **lengths), num_sms + one_per_tile
 
     @cute.kernel
     def kernel(self, args: FwdArgs):

@@ -81,7 +81,6 @@ class FwdConfig:
     # The number of a team's barrier is computed at the barrier, not kept in a register over the
     # loops: one register less where they are full.
     late_ids: bool = False
-    num_sms: int | None = None  # None: the architecture's usual part
 
     def __post_init__(self) -> None:
         for what, d in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
@@ -101,11 +100,6 @@ class FwdConfig:
     def target(self) -> archs.Arch:
         """The architecture whose limits hold."""
         return archs.get(self.arch)
-
-    @property
-    def grid_sms(self) -> int:
-        """SMs that a persistent grid fills."""
-        return self.target.num_sms if self.num_sms is None else self.num_sms
 
     @property
     def tile_m(self) -> int:
