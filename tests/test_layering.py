@@ -43,6 +43,7 @@ RULES = (
     *(Rule(name, (*BASE, *PURE_OPS), lazy=("cutlass",)) for name in PURE_OPS),
     Rule("ops", (*BASE, "plan"), ("cutlass",)),
     Rule("sched", (*BASE, *PURE_OPS), lazy=("cutlass",)),
+    Rule("sched.varlen_prepare", (*BASE, *PURE_OPS, "sched"), ("cutlass",)),
     # Plans and arguments are read by tables and the command line: no DSL behind them.
     *(Rule(name, PURE, lazy=("cutlass",)) for name in ("fwd.args", "bwd.args", "bwd.chunks")),
     *(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fa_cute.ops.arith import at_most, ceil_div, hi, lo
 from fa_cute.ops.score import LN_2, LOG2_E
-from fa_cute.ops.seqlen import Seqlen
 
 ints = st.integers(-(2**31), 2**31 - 1)
 
@@ -22,12 +21,6 @@ def test_lo_hi_at_most(a: int, b: int) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 1000))
 def test_ceil_div(a: int, b: int) -> None:
     assert (ceil_div(a, b) - 1) * b < a <= ceil_div(a, b) * b
-
-
-def test_seqlen() -> None:
-    seq = Seqlen(100, 260)
-    assert (seq.diagonal, seq.num_m(64), seq.num_m(64, pack=4), seq.num_n(128)) == (160, 2, 7, 3)
-    assert (seq.start_q, seq.start_k) == (0, 0)
 
 
 def test_units_of_the_exponent() -> None:

@@ -1,0 +1,214 @@
+"""Tiles of sequences of any lengths: a list, made once per call on the device.
+
+Which tiles there are depends on lengths that only the device knows, and finding the i-th of them by
+search would cost every CTA a walk over the sequences. So a small kernel (`varlen_prepare`) runs
+first and writes into a workspace of int32:
+
+    header    tiles, heads of a section, tiles of queries, tiles of keys
+    records   per sequence: where it starts, how long it is, how many tiles lie before it
+    entries   the tiles in the order in which they are to be done: (sequence, block, first head)
+    owners    for kernels that go over all rows: the sequence of each tile of queries, of keys
+
+Order: sequences by descending length (in blocks that a tile visits, `CLASSES` of them; equal ones
+in the order of the batch), a sequence's tiles together, since they share K and V. Where the heads
+of the longest sequence do not fit in L2 at once, sequences are done in sections of heads; an entry
+stands for all heads of a section, which are the fastest index.
+
+Tile i costs two loads, the entry and the record of its sequence, whatever the batch is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ops.arith import at_most, ceil_div, hi, lo
+from ..ops.mask import Band, kv_blocks, q_blocks
+from ..ops.seqlen import RECORD_INTS, int_row
+from .base import Once, Tile, Walk, capped, grid_of
+from .lpt import heads_in_l2
+
+CLASSES = 256  # of lengths that the order tells apart
+HEADER_INTS = 8
+ENTRY_INTS = 4  # sequence, block, first head, unused: one load of 16 bytes
+MOST_HEADS = 1024  # a section is one of the powers of two up to here, or all heads
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a kernel cuts sequences into tiles; static."""
+
+    owner: str  # "q": a tile is a block of queries (forward), "k": of keys (backward)
+    tile_q: int  # rows of a block of queries
+    tile_k: int  # of keys; what a cluster owns together
+    bytes_per_row: int  # that a tile reads for each row of the other side: sizes L2 sections
+    descending: bool  # blocks of a sequence from the last to the first
+    owners: bool = False  # write the lists of owners
+
+    def tiles_q(self, length: Any) -> Any:
+        return ceil_div(length, self.tile_q)
+
+    def tiles_k(self, length: Any) -> Any:
+        return ceil_div(length, self.tile_k)
+
+    def blocks(self, mask: Band, len_q: Any, len_k: Any) -> Any:
+        """Blocks that the longest tile of a sequence visits; 0 for one without tiles."""
+        if self.owner == "q":
+            tiles = self.tiles_q(len_q)
+            visit = [
+                kv_blocks(mask, m, self.tile_q, self.tile_k, len_q, len_k) for m in (0, tiles - 1)
+            ]
+        else:
+            tiles = self.tiles_k(len_k)
+            visit = [
+                q_blocks(mask, n, self.tile_q, self.tile_k, len_q, len_k) for n in (0, tiles - 1)
+            ]
+        return hi(visit[0].count, visit[1].count) * lo(tiles, 1)
+
+    def section(self, longest: Any, units: Any, heads_per_unit: Any) -> Any:
+        """Heads of a section: all, or a power of two of units that divides them and fits in L2.
+
+        A unit is what shares the rows of the other side: the query heads of a kv head (forward),
+        one query head (backward).
+        """
+        fit = heads_in_l2(longest, self.bytes_per_row, units)
+        found, power = 1, 2
+        while power <= MOST_HEADS:
+            found = found + (power // 2) * at_most(units % power, 0) * at_most(power, fit)
+            power *= 2
+        all_fit = at_most(units, fit)
+        return (found + all_fit * (units - found)) * heads_per_unit
+
+    def tiles(self, side: str, total: Any, batch: Any) -> Any:
+        """No more tiles than this, whatever the lengths."""
+        tile = self.tile_q if side == "q" else self.tile_k
+        return total // tile + batch
+
+    def workspace(self, batch: Any, total_q: Any, total_k: Any, units: Any) -> Workspace:
+        """Sections of the workspace; ``units`` as in `section`."""
+        tiles_q, tiles_k = self.tiles("q", total_q, batch), self.tiles("k", total_k, batch)
+        entries = (tiles_q if self.owner == "q" else tiles_k) * units
+        records = HEADER_INTS
+        listed = records + RECORD_INTS * batch
+        owner_q = listed + ENTRY_INTS * entries
+        owner_k = owner_q + (_four(tiles_q) if self.owners else 0)
+        blocks = owner_k + (_four(tiles_k) if self.owners else 0)
+        ranked = blocks + _four(batch)
+        return Workspace(
+            records, listed, owner_q, owner_k, blocks, ranked, ranked + _four(batch), entries
+        )
+
+
+def _four(ints: Any) -> Any:
+    return ceil_div(ints, 4) * 4
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where each part starts, in ints (a header comes first), from shapes alone."""
+
+    records: Any  # (batch, RECORD_INTS)
+    entries: Any  # (num_entries, ENTRY_INTS)
+    owner_q: Any  # (tiles of queries,)
+    owner_k: Any  # (tiles of keys,)
+    blocks: Any  # (batch,) scratch of the prepare kernel: blocks that a tile visits
+    ranked: Any  # (batch,) scratch: sequences, longest first
+    size: Any
+    num_entries: Any  # that there is room for
+
+
+def shift_of(most: Any) -> Any:
+    """Bits that lengths up to ``most`` lose so that `CLASSES` hold them."""
+    shift = 0
+    for bits in range(CLASSES.bit_length() - 1, 31):
+        shift = shift + at_most(1 << bits, most)
+    return shift
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the prepare kernel leaves: tensors, or Python lists."""
+
+    header: Any  # (1, HEADER_INTS)
+    records: Any  # (batch, RECORD_INTS)
+    entries: Any  # (num_entries, ENTRY_INTS)
+    owner_q: Any
+    owner_k: Any
+
+
+def lists(work: Work, lengths: list, heads: int, heads_per_unit: int, mask: Band) -> Lists:
+    """The lists in Python: ``lengths`` are (offset_q, len_q, offset_k, len_k) of the sequences.
+
+    What the kernel must leave, and all that tests of the order need.
+    """
+    records, owner_q, owner_k = [], [], []
+    for s, (offset_q, len_q, offset_k, len_k) in enumerate(lengths):
+        records.append((offset_q, len_q, offset_k, len_k, len(owner_q), len(owner_k), 0, 0))
+        owner_q += [s] * work.tiles_q(len_q)
+        owner_k += [s] * work.tiles_k(len_k)
+    blocks = [work.blocks(mask, len_q, len_k) for _, len_q, _, len_k in lengths]
+    most = max(blocks)
+    shift = shift_of(most)
+    ranked = sorted(range(len(lengths)), key=lambda s: (most - blocks[s]) >> shift)  # stable
+    longest = max(n[3 if work.owner == "q" else 1] for n in lengths)
+    width = work.section(longest, heads // heads_per_unit, heads_per_unit)
+    entries = []
+    for s in ranked:
+        tiles = work.tiles_q(lengths[s][1]) if work.owner == "q" else work.tiles_k(lengths[s][3])
+        order = range(tiles)[::-1] if work.descending else range(tiles)
+        entries += [(s, b, first, 0) for first in range(0, heads, width) for b in order]
+    tiles = len(owner_q if work.owner == "q" else owner_k)
+    header = (tiles, width, len(owner_q), len(owner_k), 0, 0, 0, 0)
+    return Lists([header], records, entries or [(0, 0, 0, 0)], owner_q, owner_k)
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """The listed tiles, dealt to a fixed set of CTAs in turn (or one to each, if there are so many
+    CTAs).
+    """
+
+    header: Any
+    entries: Any
+    heads: Any
+    capacity: Any  # no more tiles than this, heads counted
+
+    def grid(self, num_sms: Any, cluster: int = 1) -> tuple[Any, int, int]:
+        return grid_of(capped(self.capacity, num_sms, cluster), cluster)
+
+    def listed(self) -> Listed:
+        """The order, once the header has been read."""
+        tiles, width, _, _ = int_row(self.header, 0, 0, 4)
+        return Listed(self.entries, width, tiles * self.heads)
+
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Any:
+        return Walk(self.listed(), block // cluster, num_blocks // cluster)
+
+
+@dataclass(frozen=True)
+class VarlenOnce(Varlen):
+    """The listed tiles, one per CTA (cluster), launched in their order; CTAs past the end have
+    none.
+    """
+
+    def grid(self, num_sms: Any = None, cluster: int = 1) -> tuple[Any, int, int]:
+        return grid_of(self.capacity, cluster)
+
+    def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Any:
+        return Once(self.listed(), block // cluster)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The list in a kernel."""
+
+    entries: Any
+    width: Any  # heads of a section
+    size: Any  # tiles, heads counted
+
+    def at(self, index: Any) -> Tile:
+        """The i-th tile; past the end the last one, not valid."""
+        inside = lo(index, hi(self.size - 1, 0))
+        entry = inside // self.width
+        sequence, block, first, _ = int_row(self.entries, entry, 0, ENTRY_INTS)
+        return Tile(block, first + inside - entry * self.width, sequence, index < self.size)

@@ -1,0 +1,175 @@
+"""The kernel that lists tiles leaves what the same code gives on ints; kernels find it there."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Int32, const_expr
+from cutlass.cute import runtime
+
+from fa_cute import sched
+from fa_cute.ops import seqlen
+from fa_cute.ops.mask import Band
+from fa_cute.sched import varlen
+from fa_cute.sched.varlen import Work
+from fa_cute.sched.varlen_prepare import Prepare, Side, order_of
+from fa_cute.sim import host
+
+FORWARD = Work("q", 128, 64, 512, descending=True)
+BACKWARD = Work("k", 64, 128, 2048, descending=False, owners=True)
+FULL = ("cu_q", "cu_k")
+
+
+@dataclass(frozen=True)
+class Walker:
+    """Lists the tiles; then every CTA adds 1 to ``seen[sequence, block, head]`` and notes lengths
+    and the order of its walk.
+    """
+
+    work: Work
+    once: bool = False
+
+    @cute.jit
+    def __call__(self, sequences, totals, mWork, seen, sms, stream):
+        cu_q, cu_k, used_q, used_k, *limits = sequences
+        total_q, total_k, heads, per = totals
+        sides = Side(cu_q, used_q, total_q), Side(cu_k, used_k, total_k)
+        made = Prepare(self.work)(*sides, heads, per, Band(*limits), mWork, stream)
+        total = total_q if const_expr(self.work.owner == "q") else total_k
+        order = order_of(self.work, made, total, heads, self.once)
+        self.kernel(order, seqlen.Varlen(made.records), seen).launch(
+            grid=order.grid(sms), block=(32, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, order: Any, seqlens: Any, seen: cute.Tensor):
+        walk = sched.here(order)
+        tile = walk.tile()
+        while tile.valid:
+            at = seqlens.at(tile)
+            if cute.arch.lane_idx() == 0:
+                where = (tile.batch, tile.m_block, tile.head)
+                seen[where] = seen[where] + 1 + 10 * at.q + 100_000 * at.k
+            walk = walk.next()
+            tile = walk.tile()
+
+
+def compile_walker(walker: Walker, given: tuple[str, ...], limits: tuple):
+    """The walker for lengths that are ``given``; ``limits`` are ints where there are any."""
+    fake, size, one = runtime.make_fake_compact_tensor, cute.sym_int, Int32(1)
+    lengths = tuple(
+        fake(Int32, (size(),), stride_order=(0,)) if name in given else None
+        for name in ("cu_q", "cu_k", "used_q", "used_k")
+    )
+    seen = fake(Int32, (size(), size(), size()), stride_order=(2, 1, 0))
+    work = runtime.make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16)
+    stream = runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    limits = tuple(None if n is None else one for n in limits)
+    args = (*lengths, *limits), (one, one, one, one), work, seen, one, stream
+    return cute.compile(walker, *args, options="--enable-tvm-ffi")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call gets, and what the sequences are."""
+
+    given: dict
+    totals: tuple[int, int]
+    spans: list[tuple[int, int, int, int]]  # (offset_q, len_q, offset_k, len_k)
+
+
+def packed(rng: random.Random, count: int, longest: int, given: tuple[str, ...]) -> Call:
+    """Random sequences in whatever form."""
+    tensors, totals, spans = {}, [], []
+    for side in "qk":
+        rooms = [rng.choice((0, 1, rng.randint(0, longest))) for _ in range(count)]
+        if f"cu_{side}" not in given:
+            rooms = [longest] * count
+        lengths = rooms
+        if f"used_{side}" in given:
+            lengths = [rng.randint(0, room + 2) for room in rooms]  # too many are cut
+            tensors[f"used_{side}"] = torch.tensor(lengths, dtype=torch.int32)
+            lengths = [min(pair) for pair in zip(lengths, rooms, strict=True)]
+        offsets = [sum(rooms[:s]) for s in range(count)]
+        if f"cu_{side}" in given:
+            tensors[f"cu_{side}"] = torch.tensor([*offsets, sum(rooms)], dtype=torch.int32)
+        totals.append(sum(rooms))
+        spans.append(list(zip(offsets, lengths, strict=True)))
+    return Call(tensors, tuple(totals), [(*q, *k) for q, k in zip(*spans, strict=True)])
+
+
+def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: tuple) -> None:
+    """Workspace, walk and lengths against the lists on ints."""
+    work, count = walker.work, len(call.spans)
+    at = work.workspace(count, *call.totals, heads[0] // heads[1])
+    memory = torch.full((at.size,), -7, dtype=torch.int32)
+    blocks = max(-(-n // 64) for span in call.spans for n in (span[1], span[3]))
+    seen = torch.zeros((count, blocks + 1, heads[0]), dtype=torch.int32)
+    lengths = tuple(call.given.get(name) for name in ("cu_q", "cu_k", "used_q", "used_k"))
+    compiled((*lengths, *limits), (*call.totals, *heads), memory, seen, 5)
+
+    want = varlen.lists(work, call.spans, *heads, Band(*limits))
+    parts = [
+        (0, [want.header[0][:4]]),
+        *((at.records + 8 * s, [r[:6]]) for s, r in enumerate(want.records)),
+        (at.entries, want.entries),
+    ]
+    if work.owners:
+        parts += [(at.owner_q, [want.owner_q]), (at.owner_k, [want.owner_k])]
+    for start, rows in parts:
+        flat = [x for row in rows for x in row]
+        assert memory[start : start + len(flat)].tolist() == flat
+    expected = torch.zeros_like(seen)
+    for s, (_, len_q, _, len_k) in enumerate(call.spans):
+        tiles = work.tiles_q(len_q) if work.owner == "q" else work.tiles_k(len_k)
+        expected[s, :tiles] = 1 + 10 * len_q + 100_000 * len_k
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize(
+    ("work", "once", "given", "limits"),
+    [
+        (FORWARD, False, FULL, (None, 0)),
+        (FORWARD, True, ("used_q", "used_k"), (100, None)),
+        (BACKWARD, True, (*FULL, "used_q", "used_k"), (None, None)),
+        (BACKWARD, False, ("cu_k", "used_q"), (30, 40)),
+    ],
+)
+def test_the_kernel_and_the_code_on_ints_agree(work, once, given, limits) -> None:
+    rng, walker = random.Random(0), Walker(work, once)
+    with host.session("sm_100a") as session:
+        compiled = compile_walker(walker, given, limits)
+        for count, longest, heads in (
+            (1, 300, (4, 2)),
+            (1, 0, (3, 1)),
+            (9, 700, (6, 1)),
+            (40, 0, (2, 2)),
+            (70, 200, (1, 1)),
+        ):
+            check(compiled, walker, packed(rng, count, longest, given), heads, limits)
+        assert not any(launch.unset for launch in session.launches)
+
+
+def test_long_sequences_go_in_sections_and_thousands_are_listed() -> None:
+    rng, walker = random.Random(1), Walker(FORWARD)
+    with host.session("sm_90a") as session:
+        compiled = compile_walker(walker, FULL, (None, 0))
+        long = packed(rng, 3, 40_000, FULL)
+        check(compiled, walker, long, (12, 1), (None, 0))
+        check(compiled, walker, packed(rng, 2300, 300, FULL), (1, 1), (None, 0))
+        listing = session.launches[-2]
+        assert "Prepare" in listing.kernel and listing.instructions < 100_000
+
+
+def test_races_of_the_listing_kernel() -> None:
+    """No two threads of the kernel meet without a barrier in between."""
+    rng = random.Random(2)
+    with host.session("sm_90a", races=True) as session:
+        compiled = compile_walker(Walker(BACKWARD, True), FULL, (None, 0))
+        check(compiled, Walker(BACKWARD, True), packed(rng, 70, 900, FULL), (4, 1), (None, 0))
+        assert not any(launch.races for launch in session.launches)
