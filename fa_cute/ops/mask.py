@@ -39,6 +39,20 @@ class Band:
         q_hi = seqlen_q if self.left is None else hi(lo(k - off + self.left + 1, seqlen_q), 0)
         return q_lo, q_hi
 
+    def q_limits(self, k: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """`q_bounds` as the band alone gives them: None where it has no limit, else maybe outside
+        of the tensor.
+        """
+        off = seqlen_k - seqlen_q
+        first = None if self.right is None else k - off - self.right
+        end = None if self.left is None else k - off + self.left + 1
+        return first, end
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether there may be keys that no query sees, with any lengths above 0."""
+        return self.left is not None
+
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
         """Whether query ``q`` sees key ``k``."""
         k_lo, k_hi = self.k_bounds(q, seqlen_q, seqlen_k)

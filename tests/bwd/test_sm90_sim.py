@@ -35,8 +35,18 @@ def strided(seqlen, heads, head_dim, dtype, g, batch=1):
 class Case:
     """One problem: inputs, forward results, and what its gradients must be."""
 
-    def __init__(self, spec: BwdSpec, sq: int, sk: int, batch=1, heads_kv=1, with_lse=True):
+    def __init__(
+        self,
+        spec: BwdSpec,
+        sq: int,
+        sk: int,
+        batch=1,
+        heads_kv=1,
+        with_lse=True,
+        window=(None, None),
+    ):
         self.spec = spec
+        self.mask = {"causal": spec.causal, "window": window}
         g, dtype = torch.Generator().manual_seed(1000 * sq + sk), DTYPES[spec.dtype]
         heads, d, dv = heads_kv * spec.qhead_per_kvhead, spec.head_dim, spec.head_dim_v
         self.q, self.k = (
@@ -47,8 +57,10 @@ class Case:
             strided(sk, heads_kv, dv, dtype, g, batch),
             strided(sq, heads, dv, dtype, g, batch),
         )
-        self.problem = AttnProblem.of(self.q, self.k, self.v, causal=spec.causal)
-        out, lse = reference.attention(self.q, self.k, self.v, causal=spec.causal)
+        self.problem = AttnProblem.of(
+            self.q, self.k, self.v, causal=spec.causal, window_size=window
+        )
+        out, lse = reference.attention(self.q, self.k, self.v, **self.mask)
         self.out, self.lse = out.to(dtype), lse.contiguous()
         self.dlse = torch.randn(lse.shape, generator=g) if with_lse else None
 
@@ -61,11 +73,10 @@ class Case:
 
     def check(self):
         """Fail unless each gradient is at most twice as wrong as torch's own in this dtype."""
-        causal = self.spec.causal
         inputs = (self.q, self.k, self.v)
-        exact = reference.gradients(self.dout, *inputs, causal=causal, dlse=self.dlse)
+        exact = reference.gradients(self.dout, *inputs, **self.mask, dlse=self.dlse)
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
-        out, lse = reference.attention(*leaves, causal=causal, dtype=None)
+        out, lse = reference.attention(*leaves, **self.mask, dtype=None)
         outputs, grads = [out], [self.dout]
         if self.dlse is not None:
             seen = lse != -math.inf

@@ -105,6 +105,8 @@ class Globals:
     dq: cute.Pointer  # fp32 accumulator
     dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
     dkv_count: cute.Pointer
+    window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
+    window_right: Any
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class BwdCtx:
 
     @property
     def mask(self) -> mask.Band:
-        return mask.causal() if self.spec.causal else mask.full()
+        return self.spec.band(self.g.window_left, self.g.window_right)
 
     @property
     def n_block(self):

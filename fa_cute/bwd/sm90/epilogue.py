@@ -16,6 +16,7 @@ from fa_cute.ops.semaphore import pass_turn, wait_turn
 from fa_cute.sched.spt import dkv_lock
 
 BOTH = CONSUMERS * WARPGROUP_THREADS
+VECTOR = 8  # 16-bit elements of a 16-byte access
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,33 @@ class Store:
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    @cute.jit
+    def nothing(self, cx: BwdCtx, warp):
+        """Zeros, of keys that no query sees; called by all warps of the CTA."""
+        tidx, threads = cute.arch.thread_idx()[0], cx.cfg.warps.threads
+        for smem in (cx.smem.sK, cx.smem.sV):
+            zero = cute.make_rmem_tensor(VECTOR, smem.element_type)
+            zero.fill(0.0)
+            for i in cutlass.range(tidx, cute.size(smem) // VECTOR, threads):
+                to = (smem.iterator + i * VECTOR).align(16)
+                cute.autovec_copy(zero, cute.make_tensor(to, cute.make_layout(VECTOR)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if warp == 0:
+            for gradient in (DK, DV):
+                gradient.to_global(cx)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
 
 @dataclass(frozen=True)
 class Add:
     """Several query heads per kv head: add to fp32 sums in fragment order, from the registers."""
 
     ordered: bool  # by query head, each after the one before
+
+    def nothing(self, cx: BwdCtx, warp):
+        """No share of the sums, which start as zeros, and nobody of these keys waits."""
 
     @cute.jit
     def write(self, cx: BwdCtx, results, lane, thread):

@@ -80,7 +80,8 @@ class BwdSm90:
     ):
         c, spec = self.cfg, self.spec
         BwdPreprocess(c, spec)(mQ, mK, mO, mdO, mLSE, mdLSE, mWork, stream)
-        Main(c, spec)((mQ, mK, mV, mdO), (mdK, mdV), mWork, softmax_scale, stream)
+        window = (window_left, window_right)
+        Main(c, spec)((mQ, mK, mV, mdO), (mdK, mdV), mWork, (softmax_scale, window), stream)
         at = workspace(c, spec, sizes_of(mQ, mK))
         BwdPostprocess(c.dq_chunks, spec.head_dim)(
             section(mWork, at.dq), mdQ, softmax_scale, stream
@@ -124,12 +125,14 @@ class Main:
     spec: BwdSpec
 
     @cute.jit
-    def __call__(self, inputs, outputs, mWork: cute.Tensor, softmax_scale: Float32, stream):
+    def __call__(self, inputs, outputs, mWork: cute.Tensor, numbers, stream):
+        """``numbers``: the scale, and (left, right) of the window."""
         c, spec = self.cfg, self.spec
+        softmax_scale, window = numbers
         mQ = inputs[0]
         at = workspace(c, spec, sizes_of(mQ, inputs[1]))
         seqlen_q, seqlen_k = mQ.shape[1], inputs[1].shape[1]
-        g = self.globals(inputs, outputs, mWork, at)
+        g = self.globals(inputs, outputs, mWork, (at, window))
         space = sched.TileSpace(ceil_div(seqlen_k, c.tile_n), mQ.shape[2], mQ.shape[0])
         row_bytes = 2 * (c.head_dim + c.head_dim_v) + 4 * c.head_dim
         order = sched.make(c.scheduler, space, seqlen_k=seqlen_q, kv_bytes_per_row=row_bytes)
@@ -137,9 +140,10 @@ class Main:
             grid=order.grid(), block=(c.warps.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
-    def globals(self, inputs, outputs, mWork: cute.Tensor, at) -> Globals:
+    def globals(self, inputs, outputs, mWork: cute.Tensor, rest) -> Globals:
         """TMA views of the tensors, and the sections of the workspace."""
         c, spec = self.cfg, self.spec
+        at, window = rest
         layouts = Layouts(c, DTYPES[spec.dtype])
         boxes = {
             "sQ": (c.tile_m, c.head_dim),
@@ -183,6 +187,8 @@ class Main:
             dq=section(mWork, at.dq),
             dq_count=section(mWork, at.dq_count, Int32),
             dkv_count=section(mWork, at.dkv_count, Int32),
+            window_left=window[0],
+            window_right=window[1],
         )
 
     @property
@@ -193,12 +199,16 @@ class Main:
         return Buffered(Turnstile() if self.spec.deterministic else AnyOrder())
 
     @property
+    def epilogue(self):
+        """How dK and dV get out."""
+        return Add(self.spec.deterministic) if self.spec.shares_kv else Store()
+
+    @property
     def program(self):
         """Role and body, in the order of the warps. Determinism is a matter of which writer and
         epilogue.
         """
-        spec = self.spec
-        epilogue = Add(spec.deterministic) if spec.shares_kv else Store()
+        epilogue = self.epilogue
         bodies = {
             "load": Load(),
             "dq_store": DqStore(),
@@ -231,6 +241,18 @@ class Main:
             scale=scale,
             scale_log2=scale_log2,
         )
+        if const_expr(cx.mask.hides_keys):
+            if cx.q_blocks().count > 0:
+                self.play(cx, warp)
+            else:
+                self.epilogue.nothing(cx, warp)
+        else:
+            self.play(cx, warp)
+
+    @cute.jit
+    def play(self, cx: BwdCtx, warp):
+        """Every role on its warps."""
+        c = self.cfg
         for i in cutlass.range_constexpr(len(self.program)):
             role, body = self.program[i]
             if warp >= role.start and warp < role.stop:

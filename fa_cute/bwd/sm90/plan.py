@@ -24,6 +24,7 @@ from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.chunks import WGMMA_ROWS, Chunks
 from fa_cute.errors import PlanError, UnsupportedError
 from fa_cute.plan import Barrier, Edge, Role, SmemField, SmemPlan, Topology, Via, WarpPlan
+from fa_cute.sched.spt import descends
 
 ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
@@ -211,7 +212,7 @@ def config(spec: BwdSpec) -> BwdSm90Config:
         if spec.head_dim > row["head_dim"] or spec.head_dim_v > row["head_dim_v"]:
             continue
         if spec.deterministic:
-            return BwdSm90Config(**row, scheduler="spt" if spec.causal else "ascending")
+            return BwdSm90Config(**row, scheduler="spt" if descends(spec.band()) else "ascending")
         return BwdSm90Config(**{**row, **UNORDERED.get(row["head_dim"], {})})
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "

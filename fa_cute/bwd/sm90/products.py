@@ -93,28 +93,36 @@ def probabilities(cx: BwdCtx, S: cute.Tensor, lse: cute.Tensor, m_block, lane: L
     (their score of 0 may be far above lse). No branch: it would keep exp2 from running beside dS.
     """
     rS = flat(S)
-    start = tuple(first_query(cx, m_block, lane, h) for h in range(2)) if masked else (0, 0)
+    seen = tuple(queries(cx, m_block, lane, h) for h in range(2)) if masked else ()
     for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
         for i in cutlass.range_constexpr(2):
             for h in cutlass.range_constexpr(2):
                 r = 4 * j + 2 * h + i
                 score = rS[r] * cx.scale_log2 - lse[i, j]
                 if const_expr(masked):
-                    score = score if 8 * j + i >= start[h] else -Float32.inf
+                    score = score if within(8 * j + i, seen[h]) else -Float32.inf
                 rS[r] = cute.math.exp2(score, fastmath=True)
 
 
 @cute.jit
-def first_query(cx: BwdCtx, m_block, lane: Lane, h: cutlass.Constexpr[int]):
-    """First query that sees key ``h`` of a thread, as a column of that thread's fragment."""
+def queries(cx: BwdCtx, m_block, lane: Lane, h: cutlass.Constexpr[int]):
+    """Queries [start, end) that see key ``h`` of a thread, as columns of that thread's fragment;
+    ``end`` is None without a limit: rows past the last query have an lse of +inf."""
     c = cx.cfg
     key = cx.n_block * c.tile_n + lane.key + lane.row + 8 * h
+    first, end = cx.mask.q_limits(key, cx.seqlen_q, cx.seqlen_k)
     start = Int32(0)
-    if const_expr(cx.spec.causal):
-        start = key - (cx.seqlen_k - cx.seqlen_q) - m_block * c.tile_m - lane.col
+    if const_expr(first is not None):
+        start = first - m_block * c.tile_m - lane.col
     if key >= cx.seqlen_k:
         start = Int32(c.tile_m)
-    return start
+    return start, None if end is None else end - m_block * c.tile_m - lane.col
+
+
+def within(column: int, seen):
+    """Whether ``column`` is in ``seen``, as `queries` gives it."""
+    start, end = seen
+    return column >= start if end is None else (column >= start) & (column < end)
 
 
 def spans(blocks, start):
