@@ -57,11 +57,12 @@ def flash_attn_func(
             the first element at a multiple of 16 bytes; any other strides.
         k, v: (batch, seqlen_k, heads_kv, head_dim / head_dim_v), same dtype, device and alignment;
             ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
-        softmax_scale: factor on the scores, default ``head_dim ** -0.5``; sm_90a takes only
-            positive ones.
+        softmax_scale: factor on the scores, default ``head_dim ** -0.5``; any sign where the kernel
+            takes it.
         causal: query i sees keys j <= i + seqlen_k - seqlen_q (bottom-right aligned).
         window_size: (left, right) keys seen on each side of that diagonal, -1 or None for no limit;
-            ``causal`` sets the right side to 0.
+            ``causal`` sets the right side to 0, and a right side of 0 is ``causal``. Other sizes do
+            not compile another kernel.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         learnable_sink: (heads,) a further logit per head that has no value, or None.
         deterministic: bitwise repeatable gradients: dq is added up in a fixed order. None follows
@@ -91,7 +92,7 @@ def flash_attn_func(
             return (out, lse) if return_lse else out
         if _is_usual(q, softmax_scale, causal, window_size, (deterministic, backend, return_lse)):
             out, lse = operators.attention(
-                q, k, v, (softmax_scale, causal, -1, -1, deterministic, backend)
+                q, k, v, (softmax_scale, causal, *window_size, deterministic, backend)
             )
             return (out, lse) if return_lse else out
     problem = AttnProblem.of(
@@ -142,7 +143,8 @@ def _is_usual(q, softmax_scale, causal, window_size, how) -> bool:
         and (softmax_scale is None or type(softmax_scale) is float)
         and (causal is True or causal is False)
         and type(window_size) is tuple
-        and window_size == (-1, -1)
+        and len(window_size) == 2
+        and type(window_size[0]) is type(window_size[1]) is int
         and (deterministic is None or deterministic is True or deterministic is False)
         and (backend == "auto" or backend == "cuda")
         and (return_lse is True or return_lse is False)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from . import arch as archs
-from . import cache
+from . import cache, compile
 from .errors import ArgumentError
 
 OK, FOUND = 0, 1
@@ -25,6 +25,21 @@ def add_commands(commands) -> None:
     warm.add_argument("--head-dim", type=int, nargs="+", help="default: those of the table")
     warm.add_argument("--head-dim-v", type=int, help="default: --head-dim")
     warm.add_argument("--mask", nargs="+", choices=("causal", "full"), default=["causal", "full"])
+    warm.add_argument(
+        "--window",
+        nargs="+",
+        choices=tuple(compile.WINDOWS.values()),
+        default=["none"],
+        help="which sides of a window have a limit; default: none",
+    )
+    warm.add_argument(
+        "--varlen",
+        nargs="+",
+        choices=compile.LENGTHS,
+        metavar="LENGTHS",
+        help=f"kernels of flash_attn_varlen_func for these lengths: {', '.join(compile.LENGTHS)}",
+    )
+    warm.add_argument("--negative-scale", action="store_true", help="a softmax_scale below 0")
     warm.add_argument(
         "--pass",
         dest="kinds",
@@ -73,6 +88,9 @@ def run_warmup(args) -> int:
         head_dims=dims,
         dtypes=tuple(args.dtype),
         masks=tuple(mask == "causal" for mask in args.mask),
+        windows=tuple(sides for sides, name in compile.WINDOWS.items() if name in args.window),
+        lengths=args.varlen and tuple(name in args.varlen for name in compile.LENGTHS),
+        negative_scale=args.negative_scale,
         kinds=tuple(args.kinds),
         gqa=args.gqa,
         deterministic=args.deterministic,
@@ -121,14 +139,17 @@ def described(path: Path) -> dict[str, str]:
         made_of = header["made_of"]
         request = made_of["parts"][0][1]
         spec = request["spec"][1]
-        mask = "causal" if spec["causal"] else "full"
+        words = ["causal" if spec["causal"] else "full"]
+        if any(spec["window"]):
+            words.append(f"window {compile.WINDOWS[tuple(spec['window'])]}")
+        words += ["varlen"] * spec["varlen"]
         line["kernel"] = " ".join(
             (
                 request["arch"][1]["name"],
                 request["kind"],
                 f"d{spec['head_dim']}",
                 spec["dtype"],
-                mask,
+                *words,
                 made_of["target"],
             )
         )
@@ -178,8 +199,6 @@ def run_clear(args) -> int:
 
 def run_verify(args) -> int:
     """Read and load every kernel of these sources and versions."""
-    from . import compile
-
     faults = 0
     for path in cache.entries():
         line = described(path)

@@ -26,6 +26,13 @@ from .errors import ArgumentError, CompileDuringCaptureError, CompileError, FaCu
 
 ALIGN_BYTES = 16
 TARGETS = ("cuda", "sim")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+WINDOWS = {  # sides with a limit -> their name on the command line
+    (False, False): "none",
+    (True, False): "left",
+    (False, True): "right",
+    (True, True): "both",
+}
 EXPORTED = "fa_cute_kernel"  # the symbol of a compiled function in its object file
 _log = log.get("compile")
 _memory: dict[tuple, Any] = {}
@@ -41,7 +48,7 @@ class Request:
     spec: Any
     arch: Arch
     has_dlse: bool = False  # backward: a gradient of the LSE comes in
-    # varlen: which of cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k come in
+    # varlen: which of LENGTHS come in
     lengths: tuple[bool, bool, bool, bool] = (False, False, False, False)
 
     @property
@@ -61,6 +68,13 @@ class Request:
         if spec.head_dim_v != spec.head_dim:
             words.append(f"--head-dim-v {spec.head_dim_v}")
         words.append(f"--mask {'causal' if spec.causal else 'full'} --pass {self.kind}")
+        if any(spec.window):
+            words.append(f"--window {WINDOWS[spec.window]}")
+        if spec.varlen:
+            given = (name for name, here in zip(LENGTHS, self.lengths, strict=True) if here)
+            words.append(f"--varlen {' '.join(given)}")
+        if getattr(spec, "negative_scale", False):
+            words.append("--negative-scale")
         if self.kind == "backward":
             words.append(f"--gqa {spec.qhead_per_kvhead}")
             words += ["--deterministic"] * spec.deterministic + ["--lse-grad"] * self.has_dlse

@@ -129,7 +129,7 @@ class Call:
     @cached_property
     def rest(self) -> tuple:
         """What the forward takes after its tensors."""
-        return launch.rest(self.problem.softmax_scale, self.num_sms)
+        return launch.rest(self.problem.softmax_scale, self.num_sms, self.problem.limits)
 
     def require_gradient(self, deterministic: bool) -> None:
         """Raise before the forward runs if the backward could not."""

@@ -92,7 +92,7 @@ def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: 
     )
     work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
     args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
-    tail = rest(problem.softmax_scale, num_sms(q.device, arch))
+    tail = rest(problem.softmax_scale, num_sms(q.device, arch), problem.limits)
     _run(kernel, (*args, work, *tail), arch, cfg)
 
 

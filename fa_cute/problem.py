@@ -38,10 +38,11 @@ class AttnProblem:
     head_dim: int
     head_dim_v: int
     softmax_scale: float
-    causal: bool
-    window: tuple[int | None, int | None]
+    causal: bool  # window[1] == 0
+    window: tuple[int | None, int | None]  # keys seen left and right of the diagonal, None: all
     softcap: float
     has_sink: bool
+    varlen: bool = False  # sequences one after the other: seqlens are those of all together
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -52,6 +53,20 @@ class AttnProblem:
     def has_work(self) -> bool:
         """False when the answer needs no kernel: nothing to compute, or nothing to attend to."""
         return min(self.batch, self.seqlen_q, self.seqlen_k) > 0
+
+    @property
+    def limited(self) -> tuple[bool, bool]:
+        """Whether kernels are told a limit on the left, on the right (``causal`` needs none)."""
+        return self.window[0] is not None, self.window[1] is not None and not self.causal
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """These limits; larger ones than the lengths, which 32 bits may not hold, are the same as
+        the lengths.
+        """
+        longest = (self.seqlen_k, self.seqlen_q)
+        sides = zip(self.window, longest, self.limited, strict=True)
+        return tuple(min(side, most) if limited else None for side, most, limited in sides)
 
     @classmethod
     def typical(cls, dtype, head_dims, *, qhead_per_kvhead=1, **options) -> AttnProblem:
@@ -91,6 +106,7 @@ class AttnProblem:
         cap = check_number("softcap", softcap, 0.0)
         if cap < 0:
             raise ArgumentError(f"softcap is {cap}; it must be positive, or 0 for none")
+        window = normalise_window(window_size, causal)
         return cls(
             dtype=DTYPE_NAMES[q.dtype],
             device=q.device.type,
@@ -102,8 +118,8 @@ class AttnProblem:
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
             softmax_scale=scale,
-            causal=causal,
-            window=normalise_window(window_size, causal),
+            causal=window[1] == 0,
+            window=window,
             softcap=cap,
             has_sink=sink is not None,
         )

@@ -31,7 +31,13 @@ BACKWARD_KERNELS = {
     "sm100": ("fa_cute.bwd.sm100.kernel", "BwdSm100"),
 }
 RATIO_AT_RUN_TIME = ("sm90", "sm100")  # one kernel for MHA, GQA and MQA
-SCALE_OF_ANY_SIGN = ("sm100",)
+
+# What kernels do beyond full and causal attention of dense batches with a softmax_scale that is not
+# negative. A kernel that learns something says so in its line.
+WINDOW, VARLEN, NEGATIVE_SCALE = "window_size", "variable lengths", "negative softmax_scale"
+FORWARD_DOES = {"sm90": (), "sm100": (NEGATIVE_SCALE,)}
+BACKWARD_DOES = {"sm90": (NEGATIVE_SCALE,), "sm100": (NEGATIVE_SCALE,)}
+STATIC_SIGN = ("sm90",)  # the forward is another kernel where the scale is negative
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ def row_forward(arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> Row
 
 def forward(spec: FwdSpec, arch: Arch):
     """The config of the forward kernel for a spec."""
-    row = row_forward(arch, spec.head_dim, spec.head_dim_v, spec.causal)
+    banded = spec.causal or any(spec.window)
+    row = row_forward(arch, spec.head_dim, spec.head_dim_v, banded)
     if row is None:
         raise UnsupportedError(
             f"{_dims(spec.head_dim, spec.head_dim_v)} is not implemented on {arch.name}; "
@@ -151,6 +158,9 @@ def forward_spec(problem: AttnProblem, arch: Arch) -> FwdSpec:
         head_dim_v=problem.head_dim_v,
         causal=problem.causal,
         qhead_per_kvhead=ratio,
+        window=problem.limited,
+        varlen=problem.varlen,
+        negative_scale=problem.softmax_scale < 0 and arch.family in STATIC_SIGN,
     )
 
 
@@ -173,15 +183,26 @@ def missing_forward(problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
         larger = [d for d in head_dims if d[0] >= dims[0] and d[1] >= dims[1]]
         hint = f"; pad to {_dims(*min(larger))}" if larger else ""
         reasons.append(f"{_dims(*dims)}: implemented: {_all_dims(arch)}{hint}")
-    if problem.window != (None, 0 if problem.causal else None):
-        reasons.append(f"window_size={problem.window}: only no limit is implemented")
     if problem.softcap:
         reasons.append(f"softcap={problem.softcap}: only 0 is implemented")
     if problem.has_sink:
         reasons.append("learnable_sink: only None is implemented")
-    if problem.softmax_scale <= 0 and arch.family not in SCALE_OF_ANY_SIGN:
-        reasons.append(f"softmax_scale={problem.softmax_scale}: only positive ones are implemented")
-    return tuple(reasons)
+    return (*reasons, *_beyond("forward", problem, arch))
+
+
+def beyond(kind: str, arch: Arch, window: bool, varlen: bool, negative: bool) -> tuple[str, ...]:
+    """Which of these the kernel of an architecture does not do."""
+    asked = {WINDOW: window, VARLEN: varlen, NEGATIVE_SCALE: negative}
+    does = (FORWARD_DOES if kind == "forward" else BACKWARD_DOES).get(arch.family, ())
+    return tuple(what for what, wanted in asked.items() if wanted and what not in does)
+
+
+def _beyond(kind: str, problem: AttnProblem, arch: Arch) -> tuple[str, ...]:
+    """The same for a problem, as reasons."""
+    scale = problem.softmax_scale
+    missing = beyond(kind, arch, any(problem.limited), problem.varlen, scale < 0)
+    given = {WINDOW: f"={problem.window}", NEGATIVE_SCALE: f" {scale}"}
+    return tuple(f"{what}{given.get(what, '')}: not implemented" for what in missing)
 
 
 def backward_spec(problem: AttnProblem, deterministic: bool) -> BwdSpec:
@@ -193,6 +214,8 @@ def backward_spec(problem: AttnProblem, deterministic: bool) -> BwdSpec:
         causal=problem.causal,
         qhead_per_kvhead=problem.qhead_per_kvhead,
         deterministic=deterministic,
+        window=problem.limited,
+        varlen=problem.varlen,
     )
 
 
@@ -211,6 +234,9 @@ def missing_backward(problem: AttnProblem, arch: Arch, deterministic: bool) -> t
         return (_no_backward(arch),)
     if problem.dtype not in DTYPES:
         return ()  # the forward says so already
+    missing = _beyond("backward", problem, arch)
+    if missing:
+        return tuple(f"requires_grad: {reason}" for reason in missing)
     try:
         backward(backward_spec(problem, deterministic), arch)
     except UnsupportedError as error:
@@ -230,7 +256,8 @@ def summary(arch: Arch) -> str:
     rows = [r for r in FWD if arch.name in r.arches]
     if not rows:
         return "nothing"
-    return f"{'/'.join(DTYPES)}, {_all_dims(arch)}, full and causal, MHA/GQA/MQA, any seqlens"
+    masks = "full, causal and windows" if WINDOW in FORWARD_DOES[arch.family] else "full and causal"
+    return f"{'/'.join(DTYPES)}, {_all_dims(arch)}, {masks}, MHA/GQA/MQA, any seqlens"
 
 
 def _all_dims(arch: Arch) -> str:

@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import IO
 
 from . import cache, compile, tune
 from .arch import Arch
 from .bwd.args import BwdSpec
 from .compile import Request
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 from .fwd.args import FwdSpec
 
 POLL_SECONDS = 0.1
@@ -32,6 +33,9 @@ class Wanted:
     gqa: int = 1  # heads / heads_kv of the backward; the forward takes any
     deterministic: bool = False
     lse_grad: bool = False
+    windows: tuple[tuple[bool, bool], ...] = ((False, False),)  # sides with a limit
+    lengths: tuple[bool, bool, bool, bool] | None = None  # which of compile.LENGTHS; None: dense
+    negative_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,29 @@ def requests(arch: Arch, wanted: Wanted) -> list[Request]:
     found = []
     for head_dim, head_dim_v in dims:
         for dtype in wanted.dtypes:
-            for causal in wanted.masks:
+            for causal, window in product(wanted.masks, wanted.windows):
+                if causal and window[1]:  # causal is that limit
+                    continue
                 shape = (dtype, head_dim, head_dim_v, causal)
-                found += [_request(kind, shape, arch, wanted) for kind in wanted.kinds]
+                found += [_request(kind, shape, window, arch, wanted) for kind in wanted.kinds]
     return found
 
 
-def _request(kind: str, shape: tuple, arch: Arch, wanted: Wanted) -> Request:
+def _request(kind: str, shape: tuple, window: tuple, arch: Arch, wanted: Wanted) -> Request:
+    varlen = wanted.lengths is not None
+    lengths = wanted.lengths or (False,) * len(compile.LENGTHS)
     if kind == "forward":
-        spec = FwdSpec(*shape, 1 if arch.family in tune.RATIO_AT_RUN_TIME else wanted.gqa)
-        return Request(kind, tune.forward(spec, arch), spec, arch)
-    spec = BwdSpec(*shape, wanted.gqa, wanted.deterministic)
-    return Request(kind, tune.backward(spec, arch), spec, arch, wanted.lse_grad)
+        ratio = 1 if arch.family in tune.RATIO_AT_RUN_TIME else wanted.gqa
+        negative = wanted.negative_scale and arch.family in tune.STATIC_SIGN
+        spec = FwdSpec(*shape, ratio, window, varlen, negative)
+    else:
+        spec = BwdSpec(*shape, wanted.gqa, wanted.deterministic, window, varlen)
+    missing = tune.beyond(kind, arch, any(window), varlen, wanted.negative_scale)
+    if missing:
+        raise UnsupportedError(f"{arch.name}: the {kind} kernel does not do: {', '.join(missing)}")
+    if kind == "forward":
+        return Request(kind, tune.forward(spec, arch), spec, arch, lengths=lengths)
+    return Request(kind, tune.backward(spec, arch), spec, arch, wanted.lse_grad, lengths)
 
 
 def here(request: Request, target: str) -> Outcome:

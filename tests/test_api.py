@@ -75,7 +75,8 @@ def test_support_names_arch_and_kernel(monkeypatch):
     assert can_use(*qkv(**NO_GRAD)).arch == "sm_103a"
 
 
-def test_support_gives_every_reason(no_backward):
+def test_support_gives_every_reason(no_backward, monkeypatch):
+    monkeypatch.setattr(tune, "FORWARD_DOES", {"sm100": ()})
     q, k, v = qkv(torch.float32, head_dim=7)
     answer = can_use(q, k, v, softcap=3.0, window_size=(4, 4))
     text = "\n".join(answer.reasons)

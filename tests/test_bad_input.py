@@ -94,7 +94,8 @@ WRONG = {
     "window of 3": ((q, k, v), {"window_size": (1, 2, 3)}, ArgumentError, ["pair"]),
     "window of floats": ((q, k, v), {"window_size": (1.5, 0)}, ArgumentError, ["1.5", "int"]),
     "window -2": ((q, k, v), {"window_size": (-2, 0)}, ArgumentError, ["-2"]),
-    "window": ((q, k, v), {"window_size": (4, 0)}, UnsupportedError, ["window_size"]),
+    "window of a string": ((q, k, v), {"window_size": ("4", 0)}, ArgumentError, ["'4'", "int"]),
+    "window of True": ((q, k, v), {"window_size": (True, 0)}, ArgumentError, ["True", "int"]),
     "softcap negative": ((q, k, v), {"softcap": -1.0}, ArgumentError, ["softcap"]),
     "softcap NaN": ((q, k, v), {"softcap": NAN}, ArgumentError, ["softcap"]),
     "softcap": ((q, k, v), {"softcap": 30.0}, UnsupportedError, ["softcap=30.0"]),
@@ -146,6 +147,24 @@ def test_no_gradient(monkeypatch):
     monkeypatch.setattr(tune, "BACKWARD_KERNELS", {})
     with pytest.raises(UnsupportedError, match=r"requires_grad.*backward"):
         flash_attn_func(*make(requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window_size": (4, 0)}, r"window_size=\(4, 0\): not implemented"),
+        ({"window_size": (None, 3)}, r"window_size=\(None, 3\): not implemented"),
+        ({"softmax_scale": -0.5}, r"negative softmax_scale -0\.5: not implemented"),
+    ],
+)
+@pytest.mark.parametrize("table", ["FORWARD_DOES", "BACKWARD_DOES"])
+def test_what_kernels_do_not_do_yet(table, options, words, monkeypatch):
+    every = ("window_size", "variable lengths", "negative softmax_scale")
+    monkeypatch.setattr(tune, "FORWARD_DOES", {"sm100": every})
+    monkeypatch.setattr(tune, "BACKWARD_DOES", {"sm100": every})
+    monkeypatch.setattr(tune, table, {"sm100": ()})
+    with pytest.raises(UnsupportedError, match=words):
+        flash_attn_func(*make(requires_grad=True), **options)
 
 
 def test_there_are_at_least_40():

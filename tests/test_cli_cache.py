@@ -72,7 +72,7 @@ def test_stale_entries(folder, capsys, monkeypatch):
     assert run(capsys, "cache", "clear", "--stale")[1].startswith("removed 1")
 
 
-def test_what_is_warmed_is_what_a_call_asks_for():
+def test_what_is_warmed_is_what_a_call_asks_for(monkeypatch):
     sm90 = arch.get("sm_90a")
     wanted = warmup.Wanted(
         head_dims=((128, 128),), dtypes=("fp16",), masks=(True,), gqa=4, deterministic=True
@@ -81,16 +81,36 @@ def test_what_is_warmed_is_what_a_call_asks_for():
     assert forward.spec == tune.FwdSpec("fp16", 128, 128, True, 1)
     assert backward.spec == tune.BwdSpec("fp16", 128, 128, True, 4, True)
     assert backward.cfg == tune.backward(backward.spec, sm90)
+    windows = ((True, False), (True, True))
+    monkeypatch.setattr(tune, "FORWARD_DOES", {"sm90": (tune.WINDOW,)})
+    banded = warmup.Wanted(head_dims=((64, 64),), kinds=("forward",), windows=windows)
+    specs = [r.spec for r in warmup.requests(sm90, banded) if r.spec.dtype == "bf16"]
+    assert [(s.causal, s.window) for s in specs] == [(False, w) for w in windows] + [
+        (True, windows[0])
+    ], "causal with a limit on the right is causal"
     every = warmup.requests(sm90, warmup.Wanted())
     assert len({str(r) for r in every}) == len(every) == 6 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_command_of_a_request_asks_for_that_request(kind, causal, monkeypatch):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"windows": ((True, False),)},
+        {"lengths": (True, True, False, True)},
+        {"negative_scale": True},
+    ],
+    ids=["dense", "window", "varlen", "negative scale"],
+)
+def test_the_command_of_a_request_asks_for_that_request(kind, causal, more, monkeypatch):
     """So the command in an error repeats the compile that failed."""
+    every = {"sm90": (tune.WINDOW, tune.VARLEN, tune.NEGATIVE_SCALE)}
+    monkeypatch.setattr(tune, "FORWARD_DOES", every)
+    monkeypatch.setattr(tune, "BACKWARD_DOES", every)
     wanted = warmup.Wanted(
-        head_dims=((192, 128),), dtypes=("bf16",), masks=(causal,), kinds=(kind,), gqa=2
+        head_dims=((192, 128),), dtypes=("bf16",), masks=(causal,), kinds=(kind,), gqa=2, **more
     )
     (request,) = warmup.requests(arch.get("sm_90a"), wanted)
     asked = []

@@ -291,9 +291,10 @@ compile.build = None
 fn = compile.get(REQUEST, "cuda")
 assert "cutlass" not in sys.modules
 import torch
+from fa_cute import launch
 x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
 try:
-    fn(x, x, x, x, torch.zeros(1, 1, 1), 1.0)
+    fn(x, x, x, x, torch.zeros(1, 1, 1), *launch.rest(1.0, 1))
 except ValueError as error:
     print(error)
 """

@@ -224,7 +224,7 @@ def test_the_operators_validate(error, monkeypatch):
         elif error == "grad":
             OPS.bwd(out[:, :3], q, k, v, out, lse)
         else:
-            OPS.fwd(q, k, v, None, False, 3, 0)
+            OPS.fwd(q, k, v, None, False, -3, 0)
     assert {"dtype": "fp32", "grad": "dout", "window": "window_size"}[error] in str(caught.value)
 
 
