@@ -89,6 +89,23 @@ def test_the_same_bits_in_every_schedule_when_deterministic(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(got, want)), schedule
 
 
+def test_without_the_flag_the_order_shows(monkeypatch):
+    """Two blocks of keys cancel in dq: what a third adds is rounded if it comes between them."""
+    q, k, v = leaves((300, 300), (1, 1), 64)
+    with torch.no_grad():
+        k[:, 128:256] = k[:, :128]
+        v[:, :128] *= 1e5
+        v[:, 128:256] = -v[:, :128]
+    dout = torch.randn_like(q)
+    found = {True: set(), False: set()}
+    for schedule in ("early", "random:1", "random:2", "random:3"):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        for deterministic, bits in found.items():
+            dq = run(q, k, v, True, dout, deterministic=deterministic)[0]
+            bits.add(dq.view(torch.int16).numpy().tobytes())
+    assert len(found[True]) == 1 and len(found[False]) > 1
+
+
 def test_any_gradient_strides():
     q, k, v = leaves((64, 64), (2, 1), 64)
     out = flash_attn_func(q, k, v, backend="sim")
