@@ -14,6 +14,10 @@ in the order of the batch), a sequence's tiles together, since they share K and 
 of the longest sequence do not fit in L2 at once, sequences are done in sections of heads; an entry
 stands for all heads of a section, which are the fastest index.
 
+Where a fixed set of CTAs gets the tiles in turn, every other round backwards (`Varlen`), entries
+are sorted once more, longest first, within chunks that fill whole pairs of rounds: then all CTAs
+have the same amount of work after each chunk, and what runs together still shares K and V.
+
 Tile i costs two loads, the entry and the record of its sequence, whatever the batch is.
 """
 
@@ -25,13 +29,15 @@ from typing import Any
 from ..ops.arith import at_most, ceil_div, hi, lo
 from ..ops.mask import Band, kv_blocks, q_blocks
 from ..ops.seqlen import RECORD_INTS, int_row
-from .base import Once, Tile, Walk, capped, grid_of
+from .base import Once, Tile, capped, grid_of
 from .lpt import heads_in_l2
+from .snake import SnakeWalk
 
 CLASSES = 256  # of lengths that the order tells apart
 HEADER_INTS = 8
-ENTRY_INTS = 4  # sequence, block, first head, unused: one load of 16 bytes
+ENTRY_INTS = 4  # sequence, block, first head, blocks it visits: one load of 16 bytes
 MOST_HEADS = 1024  # a section is one of the powers of two up to here, or all heads
+MOST_CHUNK = 512  # entries that are sorted together
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,23 @@ class Work:
     def tiles_k(self, length: Any) -> Any:
         return ceil_div(length, self.tile_k)
 
-    def blocks(self, mask: Band, len_q: Any, len_k: Any) -> Any:
-        """Blocks that the longest tile of a sequence visits; 0 for one without tiles."""
-        if self.owner == "q":
-            tiles = self.tiles_q(len_q)
-            visit = [
-                kv_blocks(mask, m, self.tile_q, self.tile_k, len_q, len_k) for m in (0, tiles - 1)
-            ]
-        else:
-            tiles = self.tiles_k(len_k)
-            visit = [
-                q_blocks(mask, n, self.tile_q, self.tile_k, len_q, len_k) for n in (0, tiles - 1)
-            ]
-        return hi(visit[0].count, visit[1].count) * lo(tiles, 1)
+    def tiles_of(self, len_q: Any, len_k: Any) -> Any:
+        """Tiles of a sequence, per head."""
+        return self.tiles_q(len_q) if self.owner == "q" else self.tiles_k(len_k)
+
+    def visited(self, mask: Band, block: Any, len_q: Any, len_k: Any) -> Any:
+        """Blocks of the other side that a tile visits."""
+        visits = kv_blocks if self.owner == "q" else q_blocks
+        return visits(mask, block, self.tile_q, self.tile_k, len_q, len_k).count
+
+    def longest(self, mask: Band, len_q: Any, len_k: Any) -> Any:
+        """Blocks that the longest tile of a sequence visits; 0 for one without tiles.
+
+        Of the two at its ends, one of which is the longest unless the band has two sides.
+        """
+        tiles = self.tiles_of(len_q, len_k)
+        ends = [self.visited(mask, block, len_q, len_k) for block in (0, tiles - 1)]
+        return hi(ends[0], ends[1]) * lo(tiles, 1)
 
     def section(self, longest: Any, units: Any, heads_per_unit: Any) -> Any:
         """Heads of a section: all, or a power of two of units that divides them and fits in L2.
@@ -72,12 +82,13 @@ class Work:
         one query head (backward).
         """
         fit = heads_in_l2(longest, self.bytes_per_row, units)
-        found, power = 1, 2
-        while power <= MOST_HEADS:
-            found = found + (power // 2) * at_most(units % power, 0) * at_most(power, fit)
-            power *= 2
+        found = _powers(units, fit)
         all_fit = at_most(units, fit)
         return (found + all_fit * (units - found)) * heads_per_unit
+
+    def chunk(self, width: Any, num_sms: Any) -> Any:
+        """Entries of ``width`` heads that fill whole pairs of rounds of ``num_sms`` CTAs."""
+        return lo(2 * num_sms // _powers(2 * num_sms, width & -width), MOST_CHUNK)
 
     def tiles(self, side: str, total: Any, batch: Any) -> Any:
         """No more tiles than this, whatever the lengths."""
@@ -90,17 +101,35 @@ class Work:
         entries = (tiles_q if self.owner == "q" else tiles_k) * units
         records = HEADER_INTS
         listed = records + RECORD_INTS * batch
-        owner_q = listed + ENTRY_INTS * entries
+        unsorted = listed + ENTRY_INTS * entries
+        owner_q = unsorted + (ENTRY_INTS * entries if self.owner == "q" else 0)
         owner_k = owner_q + (_four(tiles_q) if self.owners else 0)
         blocks = owner_k + (_four(tiles_k) if self.owners else 0)
         ranked = blocks + _four(batch)
         return Workspace(
-            records, listed, owner_q, owner_k, blocks, ranked, ranked + _four(batch), entries
+            records,
+            listed,
+            unsorted,
+            owner_q,
+            owner_k,
+            blocks,
+            ranked,
+            ranked + _four(batch),
+            entries,
         )
 
 
 def _four(ints: Any) -> Any:
     return ceil_div(ints, 4) * 4
+
+
+def _powers(x: Any, limit: Any) -> Any:
+    """The largest power of two that divides ``x`` and is at most ``limit``."""
+    found, power = 1, 2
+    while power <= MOST_HEADS:
+        found = found + (power // 2) * at_most(x % power, 0) * at_most(power, limit)
+        power *= 2
+    return found
 
 
 @dataclass(frozen=True)
@@ -109,6 +138,7 @@ class Workspace:
 
     records: Any  # (batch, RECORD_INTS)
     entries: Any  # (num_entries, ENTRY_INTS)
+    unsorted: Any  # likewise: scratch of the prepare kernel where tiles are dealt in turn
     owner_q: Any  # (tiles of queries,)
     owner_k: Any  # (tiles of keys,)
     blocks: Any  # (batch,) scratch of the prepare kernel: blocks that a tile visits
@@ -136,7 +166,14 @@ class Lists:
     owner_k: Any
 
 
-def lists(work: Work, lengths: list, heads: int, heads_per_unit: int, mask: Band) -> Lists:
+def lists(
+    work: Work,
+    lengths: list,
+    heads: int,
+    heads_per_unit: int,
+    mask: Band,
+    num_sms: int | None = None,
+) -> Lists:
     """The lists in Python: ``lengths`` are (offset_q, len_q, offset_k, len_k) of the sequences.
 
     What the kernel must leave, and all that tests of the order need.
@@ -146,7 +183,7 @@ def lists(work: Work, lengths: list, heads: int, heads_per_unit: int, mask: Band
         records.append((offset_q, len_q, offset_k, len_k, len(owner_q), len(owner_k), 0, 0))
         owner_q += [s] * work.tiles_q(len_q)
         owner_k += [s] * work.tiles_k(len_k)
-    blocks = [work.blocks(mask, len_q, len_k) for _, len_q, _, len_k in lengths]
+    blocks = [work.longest(mask, len_q, len_k) for _, len_q, _, len_k in lengths]
     most = max(blocks)
     shift = shift_of(most)
     ranked = sorted(range(len(lengths)), key=lambda s: (most - blocks[s]) >> shift)  # stable
@@ -154,9 +191,17 @@ def lists(work: Work, lengths: list, heads: int, heads_per_unit: int, mask: Band
     width = work.section(longest, heads // heads_per_unit, heads_per_unit)
     entries = []
     for s in ranked:
-        tiles = work.tiles_q(lengths[s][1]) if work.owner == "q" else work.tiles_k(lengths[s][3])
-        order = range(tiles)[::-1] if work.descending else range(tiles)
-        entries += [(s, b, first, 0) for first in range(0, heads, width) for b in order]
+        _, len_q, _, len_k = lengths[s]
+        order = range(work.tiles_of(len_q, len_k))
+        listed = [
+            (b, work.visited(mask, b, len_q, len_k))
+            for b in (reversed(order) if work.descending else order)
+        ]
+        entries += [(s, b, first, n) for first in range(0, heads, width) for b, n in listed]
+    if num_sms is not None and most > 1:
+        chunk = work.chunk(width, num_sms)
+        parts = [entries[i : i + chunk] for i in range(0, len(entries), chunk)]
+        entries = [e for part in parts for e in sorted(part, key=lambda e: -e[3])]  # stable
     tiles = len(owner_q if work.owner == "q" else owner_k)
     header = (tiles, width, len(owner_q), len(owner_k), 0, 0, 0, 0)
     return Lists([header], records, entries or [(0, 0, 0, 0)], owner_q, owner_k)
@@ -164,8 +209,8 @@ def lists(work: Work, lengths: list, heads: int, heads_per_unit: int, mask: Band
 
 @dataclass(frozen=True)
 class Varlen:
-    """The listed tiles, dealt to a fixed set of CTAs in turn (or one to each, if there are so many
-    CTAs).
+    """The listed tiles, dealt to a fixed set of CTAs in turn, every other round backwards (or one
+    to each, if there are so many CTAs).
     """
 
     header: Any
@@ -182,7 +227,7 @@ class Varlen:
         return Listed(self.entries, width, tiles * self.heads)
 
     def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Any:
-        return Walk(self.listed(), block // cluster, num_blocks // cluster)
+        return SnakeWalk(self.listed(), block // cluster, num_blocks // cluster, 0 * block)
 
 
 @dataclass(frozen=True)

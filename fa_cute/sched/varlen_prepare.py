@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from ..errors import PlanError
 from ..ops.arith import ceil_div, hi, lo
 from ..ops.mask import Band
 from ..ops.seqlen import RECORD_INTS, int_row
@@ -22,6 +23,7 @@ from .varlen import (
     CLASSES,
     ENTRY_INTS,
     HEADER_INTS,
+    MOST_CHUNK,
     Lists,
     Varlen,
     VarlenOnce,
@@ -72,6 +74,8 @@ class Inputs:
     k: Side
     mask: Band
     lists: Lists
+    unsorted: Any  # entries before they are dealt; None where they stay as they are
+    sms: Any  # how many CTAs they are dealt to
     blocks: cute.Tensor
     ranked: cute.Tensor
     heads: Int32
@@ -80,14 +84,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Lists the tiles of one call."""
+    """Lists the tiles of one call. With ``sms``, sorted for as many CTAs that take them in turn."""
 
     work: Work
+    sms: Any = None
 
     def __call__(
         self, q: Side, k: Side, heads, heads_per_unit, mask: Band, mWork: cute.Tensor, stream
     ) -> Lists:
         """Launch; in the host part of a kernel. ``heads`` are query heads, ``mWork`` int32."""
+        if self.sms is not None and self.work.owner != "q":
+            raise PlanError(f"owner {self.work.owner!r}; only tiles of queries are dealt in turn")
         batch = q.batch()
         batch = k.batch() if batch is None else batch
         at = self.work.workspace(batch, q.total, k.total, heads // heads_per_unit)
@@ -114,7 +121,14 @@ class Prepare:
         blocks, ranked = vector(at.blocks, batch), vector(at.ranked, batch)
         limits = [None if side is None else Int32(side) for side in (mask.left, mask.right)]
         mask = Band(*limits)
-        self.kernel(Inputs(q, k, mask, made, blocks, ranked, heads, heads_per_unit)).launch(
+        unsorted = None
+        if self.sms is not None:
+            unsorted = table(at.unsorted, at.num_entries, ENTRY_INTS)
+        sms = None if self.sms is None else Int32(self.sms)
+        inputs = Inputs(
+            q, k, mask, made, unsorted, sms, blocks, ranked, Int32(heads), Int32(heads_per_unit)
+        )
+        Prepare(self.work).kernel(inputs).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
         return made
@@ -132,12 +146,19 @@ class Prepare:
         self.rank(a, sums, places, most, shift)
         units = a.heads // a.heads_per_unit
         width = self.work.section(longest, units, a.heads_per_unit)
-        self.entries(a, sums, a.heads // width, width)
+        alike = most <= 1  # every tile visits one block or none: not worth sorting
+        num_entries = self.entries(a, sums, width, alike)
+        if const_expr(a.sms is not None):
+            costs = smem.allocate_tensor(
+                Int32, cute.make_layout((MOST_CHUNK, WARPS), stride=(1, MOST_CHUNK)), 16
+            )
+            cute.arch.sync_threads()
+            if not alike:
+                self.deal(a, costs, self.work.chunk(width, a.sms), num_entries)
         if t == 0:
             tiles = tiles_q if const_expr(self.work.owner == "q") else tiles_k
             header = a.lists.header
-            room = a.lists.entries.shape[0] // (a.heads // width)
-            header[0, 0] = lo(tiles, room)
+            header[0, 0] = lo(tiles, a.lists.entries.shape[0] // (a.heads // width))
             header[0, 1] = width
             header[0, 2] = tiles_q
             header[0, 3] = tiles_k
@@ -160,7 +181,7 @@ class Prepare:
             offset_q, len_q = a.q.span(row, batch)
             offset_k, len_k = a.k.span(row, batch)
             tiles_q, tiles_k = work.tiles_q(len_q), work.tiles_k(len_k)
-            visited = work.blocks(a.mask, len_q, len_k)
+            visited = work.longest(a.mask, len_q, len_k)
             most = hi(most, visited)
             longest = hi(longest, len_k if const_expr(work.owner == "q") else len_q)
             tiles_q = tiles_q if inside else Int32(0)
@@ -237,45 +258,77 @@ class Prepare:
         cute.arch.sync_threads()
 
     @cute.jit
-    def entries(self, a: Inputs, sums, sections, width):
-        """The tiles of all sequences in their order, a warp for each sequence in turn."""
-        batch = a.ranked.shape[0]
+    def entries(self, a: Inputs, sums, width, alike):
+        """The tiles of all sequences in their order; returns how many entries."""
+        batch, sections = a.ranked.shape[0], a.heads // width
         t = cute.arch.thread_idx()[0]
         first = Int32(0)
         for i in cutlass.range(ceil_div(batch, THREADS), unroll=1):
             r = i * THREADS + t
             s = a.ranked[lo(r, batch - 1)]
             _, len_q, _, len_k = int_row(a.lists.records, s, 0, 4)
-            if const_expr(self.work.owner == "q"):
-                tiles = self.work.tiles_q(len_q)
-            else:
-                tiles = self.work.tiles_k(len_k)
-            tiles = tiles if r < batch else Int32(0)
+            tiles = self.work.tiles_of(len_q, len_k) if r < batch else Int32(0)
             before, total = scan(tiles * sections, sums, 0)
             place, num = first + before, tiles * sections
             if cute.arch.vote_all_sync(num <= FEW):
-                self.write(a, (s, tiles, place), (0, 1), width)
+                self.write(a, (s, len_q, len_k, num, place), (0, 1), width, alike)
             else:
                 for j in cutlass.range(WARP, unroll=1):
-                    of = [cute.arch.shuffle_sync(x, j) for x in (s, tiles, place)]
-                    self.write(a, (of[0], of[1], of[2]), (t % WARP, WARP), width)
+                    of = [cute.arch.shuffle_sync(x, j) for x in (s, len_q, len_k, num, place)]
+                    self.write(a, of, (t % WARP, WARP), width, alike)
             first += total
             cute.arch.sync_threads()  # before `sums` is written again
+        return lo(first, a.lists.entries.shape[0])
 
     @cute.jit
-    def write(self, a: Inputs, of, lanes, width):
-        """The entries of a sequence ``of`` = (number, tiles, place), every ``lanes[1]``-th one."""
-        sequence, tiles, place = of
-        sections = a.heads // width
-        count = lo(tiles * sections, a.lists.entries.shape[0] - place)
+    def write(self, a: Inputs, of, lanes, width, alike):
+        """Every ``lanes[1]``-th entry of a sequence ``of`` = (number, lengths, entries, place)."""
+        sequence, len_q, len_k, num, place = of
+        tiles = hi(self.work.tiles_of(len_q, len_k), 1)
+        count = lo(num, a.lists.entries.shape[0] - place)
         for e in cutlass.range(lanes[0], count, lanes[1], unroll=1):
             section = e // tiles
             block = e - section * tiles
             if const_expr(self.work.descending):
                 block = tiles - 1 - block
-            entry = cute.make_rmem_tensor(ENTRY_INTS, Int32)
-            entry[0], entry[1], entry[2], entry[3] = sequence, block, section * width, Int32(0)
-            cute.autovec_copy(entry, a.lists.entries[place + e, None])
+            visited = self.work.visited(a.mask, block, len_q, len_k)
+            entry = (sequence, block, section * width, visited)
+            if const_expr(a.sms is None):
+                put(a.lists.entries, place + e, entry)
+            else:
+                if alike:
+                    put(a.lists.entries, place + e, entry)
+                else:
+                    put(a.unsorted, place + e, entry)
+
+    @cute.jit
+    def deal(self, a: Inputs, costs, chunk, num_entries):
+        """Each chunk longest first, equal ones in their order; a warp for each chunk in turn."""
+        t = cute.arch.thread_idx()[0]
+        warp, lane = t // WARP, t % WARP
+        for c in cutlass.range(warp, ceil_div(num_entries, chunk), WARPS, unroll=1):
+            start = c * chunk
+            count = lo(chunk, num_entries - start)
+            for e in cutlass.range(lane, count, WARP, unroll=1):
+                costs[e, warp] = a.unsorted[start + e, ENTRY_INTS - 1]
+            cute.arch.sync_warp()
+            for e in cutlass.range(lane, count, WARP, unroll=1):
+                entry = int_row(a.unsorted, start + e, 0, ENTRY_INTS)
+                ahead = Int32(0)
+                for other in cutlass.range(count, unroll=1):
+                    # One of the same cost is ahead if it comes before.
+                    ahead += Int32(costs[other, warp] >= entry[3] + Int32(other >= e))
+                put(a.lists.entries, start + ahead, entry)
+            cute.arch.sync_warp()  # before `costs` is written again
+
+
+@cute.jit
+def put(entries: cute.Tensor, row, values):
+    """Write an entry as a whole."""
+    entry = cute.make_rmem_tensor(ENTRY_INTS, Int32)
+    for i in cutlass.range_constexpr(ENTRY_INTS):
+        entry[i] = values[i]
+    cute.autovec_copy(entry, entries[row, None])
 
 
 @cute.jit

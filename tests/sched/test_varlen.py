@@ -35,9 +35,9 @@ def records(batch: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def order_of(work: Work, batch, heads: int, per: int, mask: Band, once: bool = False):
+def order_of(work: Work, batch, heads, per, mask: Band, once: bool = False, num_sms=None):
     """(order, lists) of a batch."""
-    made = varlen.lists(work, records(batch), heads, per, mask)
+    made = varlen.lists(work, records(batch), heads, per, mask, num_sms)
     total = sum(n[0 if work.owner == "q" else 1] for n in batch)
     capacity = work.tiles(work.owner, total, len(batch)) * heads
     return (VarlenOnce if once else Varlen)(made.header, made.entries, heads, capacity), made
@@ -70,8 +70,8 @@ def every_tile(work: Work, batch, heads: int) -> Counter:
 
 def check(work: Work, batch, heads: int, per: int, mask: Band, num_sms: int) -> None:
     """Every tile once, by a few CTAs or by one CTA for each; room for what there is."""
-    for once in (False, True):
-        order, made = order_of(work, batch, heads, per, mask, once)
+    for once, dealt in ((False, num_sms), (False, None), (True, None)):
+        order, made = order_of(work, batch, heads, per, mask, once, dealt)
         seen = walk_all(order, num_sms)
         assert Counter((t.batch, t.m_block, t.head) for t in seen) == every_tile(work, batch, heads)
         assert order.grid(num_sms)[0] >= 1
@@ -116,6 +116,52 @@ def test_longest_first_and_equal_ones_in_the_order_of_the_batch() -> None:
     _, made = order_of(work, batch, 2, 1, Band(right=0))
     assert [e[0] for e in made.entries] == [1] * 10 + [4] * 5 + [0, 3]
     assert [e[1] for e in made.entries] == [*reversed(range(10)), *reversed(range(5)), 0, 0]
+
+
+def loads(batch, heads: int, num_sms: int) -> list[int]:
+    """Causal work of each CTA that takes tiles in turn, in blocks."""
+    work, mask = Work("q", 128, 128, 512, descending=True), Band(right=0)
+    order, _ = order_of(work, batch, heads, 1, mask, num_sms=num_sms)
+    ctas, found = order.grid(num_sms)[0], []
+    for cta in range(ctas):
+        walk, mine = order.start(cta, ctas), 0
+        while (tile := walk.tile()).valid:
+            mine += work.visited(mask, tile.m_block, *batch[tile.batch])
+            walk = walk.next()
+        found.append(mine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([1024] * 16, 16),
+        ([2048] * 16, 16),
+        ([1024] * 40, 12),
+        ([512] * 64, 32),
+        ([4096] * 8, 32),
+        ([128 * (1 + 7 * s % 24) for s in range(48)], 16),
+    ],
+)
+def test_every_cta_gets_nearly_the_same(lengths: list[int], heads: int) -> None:
+    """All but what is left over at the end of the list."""
+    found = loads([(n, n) for n in lengths], heads, 132)
+    assert max(found) * len(found) <= 1.08 * sum(found)
+
+
+def test_without_dealing_some_get_far_more() -> None:
+    """The check can fail: the same tiles, sequence after sequence."""
+    batch = [(1024, 1024)] * 16
+    work, mask = Work("q", 128, 128, 512, descending=True), Band(right=0)
+    order, _ = order_of(work, batch, 16, 1, mask)
+    work_of = [
+        sum(
+            work.visited(mask, order.listed().at(i).m_block, 1024, 1024)
+            for i in range(cta, order.listed().size, 132)
+        )
+        for cta in range(132)
+    ]
+    assert max(work_of) > 1.3 * sum(work_of) / 132
 
 
 def test_heads_of_a_section_fit_in_l2() -> None:
@@ -227,7 +273,7 @@ def test_blocks_are_those_of_the_longest_tile_at_an_end(
             q_blocks(mask, n, tile_q, tile_k, len_q, len_k).count
             for n in range(-(-len_k // tile_k))
         ]
-    found = work.blocks(mask, len_q, len_k)
+    found = work.longest(mask, len_q, len_k)
     assert 0 <= found <= max(counts, default=0)
     if mask.left is None or mask.right is None:
         assert found == max(counts, default=0)

@@ -23,6 +23,7 @@ from fa_cute.sim import host
 FORWARD = Work("q", 128, 64, 512, descending=True)
 BACKWARD = Work("k", 64, 128, 2048, descending=False, owners=True)
 FULL = ("cu_q", "cu_k")
+SMS = 5
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Walker:
 
     work: Work
     once: bool = False
+    dealt: bool = False
 
     @cute.jit
     def __call__(self, sequences, totals, mWork, seen, sms, stream):
         cu_q, cu_k, used_q, used_k, *limits = sequences
         total_q, total_k, heads, per = totals
         sides = Side(cu_q, used_q, total_q), Side(cu_k, used_k, total_k)
-        made = Prepare(self.work)(*sides, heads, per, Band(*limits), mWork, stream)
+        prepare = Prepare(self.work, sms if self.dealt else None)
+        made = prepare(*sides, heads, per, Band(*limits), mWork, stream)
         total = total_q if const_expr(self.work.owner == "q") else total_k
         order = order_of(self.work, made, total, heads, self.once)
         self.kernel(order, seqlen.Varlen(made.records), seen).launch(
@@ -103,6 +106,13 @@ def packed(rng: random.Random, count: int, longest: int, given: tuple[str, ...])
     return Call(tensors, tuple(totals), [(*q, *k) for q, k in zip(*spans, strict=True)])
 
 
+def equal(count: int, length: int) -> Call:
+    """Sequences of one length."""
+    cu = torch.arange(count + 1, dtype=torch.int32) * length
+    spans = [(length * s, length, length * s, length) for s in range(count)]
+    return Call({"cu_q": cu, "cu_k": cu}, (count * length,) * 2, spans)
+
+
 def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: tuple) -> None:
     """Workspace, walk and lengths against the lists on ints."""
     work, count = walker.work, len(call.spans)
@@ -111,9 +121,10 @@ def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: 
     blocks = max(-(-n // 64) for span in call.spans for n in (span[1], span[3]))
     seen = torch.zeros((count, blocks + 1, heads[0]), dtype=torch.int32)
     lengths = tuple(call.given.get(name) for name in ("cu_q", "cu_k", "used_q", "used_k"))
-    compiled((*lengths, *limits), (*call.totals, *heads), memory, seen, 5)
+    compiled((*lengths, *limits), (*call.totals, *heads), memory, seen, SMS)
 
-    want = varlen.lists(work, call.spans, *heads, Band(*limits))
+    sms = SMS if walker.dealt else None
+    want = varlen.lists(work, call.spans, *heads, Band(*limits), sms)
     parts = [
         (0, [want.header[0][:4]]),
         *((at.records + 8 * s, [r[:6]]) for s, r in enumerate(want.records)),
@@ -132,16 +143,16 @@ def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: 
 
 
 @pytest.mark.parametrize(
-    ("work", "once", "given", "limits"),
+    ("walker", "given", "limits"),
     [
-        (FORWARD, False, FULL, (None, 0)),
-        (FORWARD, True, ("used_q", "used_k"), (100, None)),
-        (BACKWARD, True, (*FULL, "used_q", "used_k"), (None, None)),
-        (BACKWARD, False, ("cu_k", "used_q"), (30, 40)),
+        (Walker(FORWARD, dealt=True), FULL, (None, 0)),
+        (Walker(FORWARD, once=True), ("used_q", "used_k"), (100, None)),
+        (Walker(BACKWARD, once=True), (*FULL, "used_q", "used_k"), (None, None)),
+        (Walker(BACKWARD), ("cu_k", "used_q"), (30, 40)),
     ],
 )
-def test_the_kernel_and_the_code_on_ints_agree(work, once, given, limits) -> None:
-    rng, walker = random.Random(0), Walker(work, once)
+def test_the_kernel_and_the_code_on_ints_agree(walker: Walker, given, limits) -> None:
+    rng = random.Random(0)
     with host.session("sm_100a") as session:
         compiled = compile_walker(walker, given, limits)
         for count, longest, heads in (
@@ -156,20 +167,22 @@ def test_the_kernel_and_the_code_on_ints_agree(work, once, given, limits) -> Non
 
 
 def test_long_sequences_go_in_sections_and_thousands_are_listed() -> None:
-    rng, walker = random.Random(1), Walker(FORWARD)
+    rng, walker = random.Random(1), Walker(FORWARD, dealt=True)
     with host.session("sm_90a") as session:
         compiled = compile_walker(walker, FULL, (None, 0))
         long = packed(rng, 3, 40_000, FULL)
         check(compiled, walker, long, (12, 1), (None, 0))
         check(compiled, walker, packed(rng, 2300, 300, FULL), (1, 1), (None, 0))
-        listing = session.launches[-2]
-        assert "Prepare" in listing.kernel and listing.instructions < 100_000
+        check(compiled, walker, equal(1100, 34), (1, 1), (None, 0))
+        listing = session.launches[-4]
+        assert "Prepare" in listing.kernel and listing.instructions < 150_000
 
 
 def test_races_of_the_listing_kernel() -> None:
     """No two threads of the kernel meet without a barrier in between."""
     rng = random.Random(2)
     with host.session("sm_90a", races=True) as session:
-        compiled = compile_walker(Walker(BACKWARD, True), FULL, (None, 0))
-        check(compiled, Walker(BACKWARD, True), packed(rng, 70, 900, FULL), (4, 1), (None, 0))
+        for walker in (Walker(BACKWARD, once=True), Walker(FORWARD, dealt=True)):
+            compiled = compile_walker(walker, FULL, (None, 0))
+            check(compiled, walker, packed(rng, 70, 900, FULL), (4, 1), (None, 0))
         assert not any(launch.races for launch in session.launches)
