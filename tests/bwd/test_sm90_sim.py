@@ -44,9 +44,10 @@ class Case:
         heads_kv=1,
         with_lse=True,
         window=(None, None),
+        scale=None,
     ):
         self.spec = spec
-        self.mask = {"causal": spec.causal, "window": window}
+        self.how = {"causal": spec.causal, "window": window, "softmax_scale": scale}
         g, dtype = torch.Generator().manual_seed(1000 * sq + sk), DTYPES[spec.dtype]
         heads, d, dv = heads_kv * spec.qhead_per_kvhead, spec.head_dim, spec.head_dim_v
         self.q, self.k = (
@@ -57,10 +58,9 @@ class Case:
             strided(sk, heads_kv, dv, dtype, g, batch),
             strided(sq, heads, dv, dtype, g, batch),
         )
-        self.problem = AttnProblem.of(
-            self.q, self.k, self.v, causal=spec.causal, window_size=window
-        )
-        out, lse = reference.attention(self.q, self.k, self.v, **self.mask)
+        options = {"causal": spec.causal, "window_size": window, "softmax_scale": scale}
+        self.problem = AttnProblem.of(self.q, self.k, self.v, **options)
+        out, lse = reference.attention(self.q, self.k, self.v, **self.how)
         self.out, self.lse = out.to(dtype), lse.contiguous()
         self.dlse = torch.randn(lse.shape, generator=g) if with_lse else None
 
@@ -74,9 +74,9 @@ class Case:
     def check(self):
         """Fail unless each gradient is at most twice as wrong as torch's own in this dtype."""
         inputs = (self.q, self.k, self.v)
-        exact = reference.gradients(self.dout, *inputs, **self.mask, dlse=self.dlse)
+        exact = reference.gradients(self.dout, *inputs, **self.how, dlse=self.dlse)
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
-        out, lse = reference.attention(*leaves, **self.mask, dtype=None)
+        out, lse = reference.attention(*leaves, **self.how, dtype=None)
         outputs, grads = [out], [self.dout]
         if self.dlse is not None:
             seen = lse != -math.inf
@@ -121,6 +121,12 @@ def test_shared_kv_heads(head_dim, head_dim_v):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(80, 80), (40, 64), (184, 120), (248, 256)])
 def test_head_dims_between_the_rows(head_dim, head_dim_v):
     Case(BwdSpec("bf16", head_dim, head_dim_v, True), 140, 150, with_lse=False).check()
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
+def test_scales_of_any_sign(head_dim, causal, scale):
+    Case(BwdSpec("bf16", head_dim, head_dim, causal), 70, 150, scale=scale).check()
 
 
 @pytest.mark.parametrize("ratio", [1, 2], ids=["mha", "gqa"])
