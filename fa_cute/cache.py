@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -63,10 +64,24 @@ def plain(value):
         return {str(k): plain(v) for k, v in sorted(value.items())}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return [type(value).__qualname__, fields]
+        return [_class_name(type(value)), fields]
     if isinstance(value, type):
         return [value.__module__, value.__qualname__]
     raise TypeError(f"{type(value).__qualname__} cannot be part of a cache key")
+
+
+def _class_name(cls: type) -> str:
+    """A class by name; one from outside this package with a hash of the file that it is from."""
+    if cls.__module__.split(".")[0] == __package__:
+        return cls.__qualname__
+    try:
+        source = Path(inspect.getfile(cls)).read_bytes()
+    except (TypeError, OSError) as error:
+        raise ArgumentError(
+            f"{cls.__qualname__} is part of a kernel and its source cannot be read ({error}): a "
+            "kernel on disk is named after the sources that made it; define the class in a file"
+        ) from error
+    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(source).hexdigest()}"
 
 
 @dataclass(frozen=True)

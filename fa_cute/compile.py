@@ -68,6 +68,8 @@ class Request:
         if spec.head_dim_v != spec.head_dim:
             words.append(f"--head-dim-v {spec.head_dim_v}")
         words.append(f"--mask {'causal' if spec.causal else 'full'} --pass {self.kind}")
+        if spec.custom is not None:
+            return f"{' '.join(words)}  # but with the mask {spec.custom}, which no command knows"
         if any(spec.window):
             words.append(f"--window {WINDOWS[spec.window]}")
         if spec.varlen:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_cute.errors import PlanError
 from fa_cute.ops import mask
 from fa_cute.ops.arith import ceil_div
 
@@ -36,14 +35,14 @@ class BwdSpec:
     deterministic: bool = False
     window: tuple[bool, bool] = (False, False)  # whether a call limits the left, the right side
     varlen: bool = False
+    custom: mask.Band | None = None  # a mask of the caller's own
 
     def __post_init__(self) -> None:
-        if self.causal and self.window[1]:
-            raise PlanError("causal, and a window with a right side: causal is that side, 0")
+        mask.check(self.causal, self.window, self.custom)
 
     def band(self, left: Any = None, right: Any = None) -> mask.Band:
         """Which keys a query sees; ``left`` and ``right`` count where ``window`` says so."""
-        return mask.limited(self.causal, self.window, left, right)
+        return self.custom or mask.limited(self.causal, self.window, left, right)
 
     @property
     def shares_kv(self) -> bool:

@@ -50,14 +50,14 @@ class FwdSpec:
     window: tuple[bool, bool] = (False, False)  # whether a call limits the left, the right side
     varlen: bool = False
     negative_scale: bool = False  # only for a kernel that must know it while it is traced
+    custom: mask.Band | None = None  # a mask of the caller's own
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise PlanError(f"dtype {self.dtype!r}; one of {DTYPES}")
         if self.qhead_per_kvhead < 1:
             raise PlanError(f"qhead_per_kvhead {self.qhead_per_kvhead}; at least 1")
-        if self.causal and self.window[1]:
-            raise PlanError("causal, and a window with a right side: causal is that side, 0")
+        mask.check(self.causal, self.window, self.custom)
 
     @property
     def element(self) -> Any:
@@ -68,7 +68,7 @@ class FwdSpec:
 
     def band(self, left: Any = None, right: Any = None) -> mask.Band:
         """Which keys a query sees; ``left`` and ``right`` count where ``window`` says so."""
-        return mask.limited(self.causal, self.window, left, right)
+        return self.custom or mask.limited(self.causal, self.window, left, right)
 
     @property
     def mask(self) -> mask.Band:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import PlanError
 from .arith import at_most, ceil_div, hi, lo
 
 
@@ -80,6 +81,17 @@ def limited(causal: bool, sides: tuple[bool, bool], left: Any, right: Any) -> Ba
     ``causal`` is a limit of 0 on the right that is known.
     """
     return Band(left if sides[0] else None, 0 if causal else right if sides[1] else None)
+
+
+def check(causal: bool, sides: tuple[bool, bool], custom: Band | None) -> None:
+    """Whether the static facts of a spec fit together: ``sides`` as in `limited`."""
+    if causal and sides[1]:
+        raise PlanError("causal, and a window with a right side: causal is that side, 0")
+    if custom is not None and (any(sides) or causal != (custom.right is not None)):
+        raise PlanError(
+            f"mask {custom} with causal={causal} and window={sides}: causal must say whether the "
+            "mask has a `right`, and there is no window beside it"
+        )
 
 
 @dataclass(frozen=True)

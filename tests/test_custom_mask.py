@@ -1,0 +1,85 @@
+"""A mask of the caller's own: its ranges, what a spec refuses, how its kernel is named on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_cute import cache
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.errors import ArgumentError, PlanError
+from fa_cute.fwd.args import FwdSpec
+from fa_cute.ops.mask import Band, kv_blocks, q_blocks
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "custom_mask.py"
+
+
+def module_of(path: Path, name: str):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+Prefix = module_of(EXAMPLE, "example_of_a_mask").Prefix
+lengths, tiles = st.integers(1, 40), st.sampled_from((1, 4, 8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths, lengths, st.integers(0, 50), tiles, tiles)
+def test_the_example_against_brute_force(seqlen_q, seqlen_k, prefix, tile_m, tile_n):
+    mask, off = Prefix(prefix=prefix), seqlen_k - seqlen_q
+    pairs = product(range(seqlen_q), range(seqlen_k))
+    seen = {(q, k) for q, k in pairs if k <= q + off or k < prefix}
+    for q, k in product(range(seqlen_q), range(seqlen_k)):
+        q_lo, q_hi = mask.q_bounds(k, seqlen_q, seqlen_k)
+        assert mask.keep(q, k, seqlen_q, seqlen_k) == ((q, k) in seen) == (q_lo <= q < q_hi)
+    meet = {(q // tile_m, k // tile_n) for q, k in seen}
+    of_m, of_n = set(), set()
+    for m in range(-(-seqlen_q // tile_m)):
+        blocks = kv_blocks(mask, m, tile_m, tile_n, seqlen_q, seqlen_k)
+        of_m |= {(m, n) for n in range(blocks.lo, blocks.hi)}
+        for q in range(m * tile_m, min((m + 1) * tile_m, seqlen_q)):
+            unmasked = range(blocks.full_lo * tile_n, blocks.full_hi * tile_n)
+            assert all((q, k) in seen for k in unmasked)
+    for n in range(-(-seqlen_k // tile_n)):
+        blocks = q_blocks(mask, n, tile_m, tile_n, seqlen_q, seqlen_k)
+        of_n |= {(m, n) for m in range(blocks.lo, blocks.hi)}
+    assert of_m == of_n == meet
+
+
+@pytest.mark.parametrize("spec", [FwdSpec, BwdSpec])
+def test_a_spec_refuses_what_does_not_fit(spec):
+    mask = Prefix(prefix=3)
+    assert spec("bf16", 64, 64, True, custom=mask).band() is mask
+    assert spec("bf16", 64, 64, True, custom=mask) != spec("bf16", 64, 64, True)
+    for causal, window in ((False, (False, False)), (True, (True, False))):
+        with pytest.raises(PlanError, match="mask Prefix"):
+            spec("bf16", 64, 64, causal, window=window, custom=mask)
+    with pytest.raises(PlanError, match="mask Band"):
+        spec("bf16", 64, 64, True, custom=Band())
+
+
+def test_a_kernel_on_disk_is_named_after_the_mask_s_source(tmp_path):
+    def name(text: str, prefix: int) -> str:
+        path = tmp_path / "a_mask.py"
+        path.write_text(text)
+        mask = module_of(path, "a_mask").Prefix(prefix=prefix)
+        return cache.entry("forward", "sim", FwdSpec("bf16", 64, 64, True, custom=mask)).name
+
+    text = EXAMPLE.read_text()
+    names = [name(text, 3), name(text, 4), name(text + "\n", 3), name(text, 3)]
+    assert names[0] == names[3] and len(set(names)) == 3
+
+
+def test_a_mask_without_a_file_is_an_error():
+    Mine = type("Mine", (Prefix,), {"__module__": "typed_at_a_prompt"})
+    with pytest.raises(ArgumentError, match="define the class in a file"):
+        cache.entry("forward", "sim", FwdSpec("bf16", 64, 64, True, custom=Mine(prefix=3)))
