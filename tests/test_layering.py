@@ -44,6 +44,7 @@ RULES = (
     Rule("ops", (*BASE, "plan"), ("cutlass",)),
     Rule("sched", (*BASE, *PURE_OPS), lazy=("cutlass",)),
     Rule("sched.varlen_prepare", (*BASE, *PURE_OPS, "sched"), ("cutlass",)),
+    Rule("sched.varlen_sides", (*BASE, *PURE_OPS), ("cutlass",)),
     # Plans and arguments are read by tables and the command line: no DSL behind them.
     *(Rule(name, PURE, lazy=("cutlass",)) for name in ("fwd.args", "bwd.args", "bwd.chunks")),
     *(
@@ -66,6 +67,7 @@ RULES = (
     Rule("resources", (*BASE, "plan")),
     Rule("reference", (*BASE,), ("torch",)),
     Rule("problem", (*BASE, *PURE_OPS), ("torch",)),
+    Rule("lengths", ("errors", "problem"), ("torch",)),
     Rule("tune", (*KERNEL, "fwd", "bwd", "problem")),
     Rule("cache", BASE, lazy=("filelock",)),
     Rule("watchdog"),
@@ -81,10 +83,16 @@ RULES = (
         "compile", (*FRONT, "cache", "watchdog", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")
     ),
     Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
-    Rule("dispatch", (*FRONT, "launch", "reference"), ("torch",)),
+    Rule("dispatch", (*FRONT, "launch", "lengths", "reference"), ("torch",)),
     Rule("operators", (*BASE, "problem", "dispatch"), ("torch",)),
+    Rule("operators_varlen", (*BASE, "problem", "dispatch", "lengths", "operators"), ("torch",)),
     Rule("merge", BASE, ("torch",)),
-    Rule("api", (*FRONT, "launch", "reference", "dispatch", "operators"), ("torch",), ("cutlass",)),
+    Rule(
+        "api",
+        (*FRONT, "launch", "lengths", "reference", "dispatch", "operators", "operators_varlen"),
+        ("torch",),
+        ("cutlass",),
+    ),
     Rule(
         "cli",
         (

@@ -1,5 +1,5 @@
-"""The small kernel that lists the tiles of sequences (see `varlen`): one CTA, cost linear in
-sequences and tiles.
+"""The small kernel that lists the tiles of sequences (see `varlen`), by one CTA, at a cost linear
+in sequences and tiles; the others fill the rows of no sequence meanwhile.
 
 Sequences are sorted by counting: each warp counts the classes of its part of the batch, a scan over
 (class, warp) gives every warp its places, and each warp fills them in the order of the batch, so
@@ -30,40 +30,14 @@ from .varlen import (
     Work,
     shift_of,
 )
+from .varlen_sides import WARP, Side
 
-WARP = 32
 WARPS = 32
 THREADS = WARPS * WARP
 COUNTS = CLASSES * WARPS // THREADS  # of classes that a thread scans
+FILLERS = 128  # CTAs that fill rows of no sequence, at most
+ROWS_PER_FILLER = 256
 FEW = 8  # tiles that a lane writes alone; a warp writes more of them together
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two lengths of every sequence, as the user gives it."""
-
-    cu: Any  # (batch + 1,) int32 or None: sequences of equal room, one after the other
-    used: Any  # (batch,) int32 or None: all of the room
-    total: Any  # rows of the tensor
-
-    def batch(self) -> Any:
-        """Sequences, None if this side does not say."""
-        if self.cu is not None:
-            return self.cu.shape[0] - 1
-        return None if self.used is None else self.used.shape[0]
-
-    def span(self, s: Any, batch: Any) -> tuple[Any, Any]:
-        """(offset, length) of sequence s; whatever the numbers say, rows of the tensor."""
-        room = self.total // batch
-        if self.cu is None:
-            offset = s * room
-        else:
-            offset = lo(hi(self.cu[s], 0), self.total)
-            room = self.cu[s + 1] - offset
-        room = hi(lo(room, self.total - offset), 0)
-        if self.used is None:
-            return offset, room
-        return offset, hi(lo(self.used[s], room), 0)
 
 
 @dataclass(frozen=True)
@@ -92,7 +66,10 @@ class Prepare:
     def __call__(
         self, q: Side, k: Side, heads, heads_per_unit, mask: Band, mWork: cute.Tensor, stream
     ) -> Lists:
-        """Launch; in the host part of a kernel. ``heads`` are query heads, ``mWork`` int32."""
+        """Launch; in the host part of a kernel. ``heads`` are query heads, ``mWork`` int32.
+
+        The tensors of a side need not be set: rows of no sequence are filled.
+        """
         if self.sms is not None and self.work.owner != "q":
             raise PlanError(f"owner {self.work.owner!r}; only tiles of queries are dealt in turn")
         batch = q.batch()
@@ -128,13 +105,30 @@ class Prepare:
         inputs = Inputs(
             q, k, mask, made, unsorted, sms, blocks, ranked, Int32(heads), Int32(heads_per_unit)
         )
+        fillers = 0
+        for side in (q, k):
+            if side.outputs:
+                fillers = fillers + ceil_div(side.total, ROWS_PER_FILLER)
         Prepare(self.work).kernel(inputs).launch(
-            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(1 + lo(fillers, FILLERS), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
         return made
 
     @cute.kernel
     def kernel(self, a: Inputs):
+        cta = cute.arch.block_idx()[0]
+        if cta == 0:
+            self.list_tiles(a)
+        else:
+            batch = a.lists.records.shape[0]
+            part = (cta - 1) * WARPS + cute.arch.thread_idx()[0] // WARP
+            parts = (cute.arch.grid_dim()[0] - 1) * WARPS
+            a.q.fill(batch, part, parts)
+            a.k.fill(batch, part, parts)
+
+    @cute.jit
+    def list_tiles(self, a: Inputs):
+        """All of the lists, by one CTA."""
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
         places = smem.allocate_tensor(

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
-from cutlass import Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute import runtime
 
 from fa_cute import sched
@@ -17,7 +17,8 @@ from fa_cute.ops import seqlen
 from fa_cute.ops.mask import Band
 from fa_cute.sched import varlen
 from fa_cute.sched.varlen import Work
-from fa_cute.sched.varlen_prepare import Prepare, Side, order_of
+from fa_cute.sched.varlen_prepare import Prepare, order_of
+from fa_cute.sched.varlen_sides import Side
 from fa_cute.sim import host
 
 FORWARD = Work("q", 128, 64, 512, descending=True)
@@ -186,3 +187,79 @@ def test_races_of_the_listing_kernel() -> None:
             compiled = compile_walker(walker, FULL, (None, 0))
             check(compiled, walker, packed(rng, 70, 900, FULL), (4, 1), (None, 0))
         assert not any(launch.races for launch in session.launches)
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Lists the tiles and fills the rows of no sequence."""
+
+    @cute.jit
+    def __call__(self, sequences, tensors, lse, mWork, stream):
+        cu_q, used_q, cu_k = sequences
+        out, dk, dv = tensors
+        sides = (
+            Side(cu_q, used_q, out.shape[0], zeros=(out,), lse=lse),
+            Side(cu_k, None, dk.shape[0], zeros=(dk, dv)),
+        )
+        Prepare(FORWARD)(*sides, out.shape[1], 1, Band(), mWork, stream)
+
+
+def compile_filler(has_cu: bool):
+    """The filler for tensors of any stride; ``has_cu``: queries lie one after the other."""
+    fake, size, wide = runtime.make_fake_compact_tensor, cute.sym_int, cute.sym_int64
+
+    def rows(dim):
+        stride = (wide(divisibility=8), wide(divisibility=8), 1)
+        return runtime.make_fake_tensor(BFloat16, (size(), size(), dim), stride, assumed_align=16)
+
+    def ints():
+        return fake(Int32, (size(),), stride_order=(0,))
+
+    sequences = (ints() if has_cu else None, ints(), ints())
+    lse = fake(Float32, (size(), size()), stride_order=(1, 0))
+    work = runtime.make_fake_tensor(Int32, (wide(),), (1,), assumed_align=16)
+    stream = runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    args = Filler(), sequences, (rows(64), rows(40), rows(64)), lse, work, stream
+    return cute.compile(*args, options="--enable-tvm-ffi")
+
+
+def ints_of(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("has_cu", [True, False])
+def test_rows_of_no_sequence_are_filled(has_cu: bool) -> None:
+    """Before, between and after: 0 and -inf there, nothing else touched, strides respected."""
+    with host.session("sm_90a"):
+        fill, nan = compile_filler(has_cu), float("nan")
+        for lengths, rooms, tail in (
+            ((3, 0, 7, 40), (5, 2, 7, 90), 3),
+            ((0,), (2,), 700),
+            ((1, 0) * 40, (2,) * 80, 0),
+            ((5, 6), (5, 6), 0),
+        ):
+            if not has_cu:
+                rooms, tail = (max(rooms),) * len(rooms), 0
+            start = 4 * has_cu
+            offsets = [start + sum(rooms[:s]) for s in range(len(rooms))]
+            total = start + sum(rooms) + tail
+            cu = ints_of([*offsets, start + sum(rooms)]) if has_cu else None
+            out = torch.full((total, 6, 80), nan).bfloat16()[:, ::2, 8:72]
+            lse = torch.full((3, total), nan)
+            keys = (
+                torch.full((100, 3, 40), nan).bfloat16(),
+                torch.full((100, 3, 64), nan).bfloat16(),
+            )
+            at = FORWARD.workspace(len(rooms), total, 100, 3)
+            memory = torch.zeros(at.size, dtype=torch.int32)
+            cu_k = ints_of([10, *(11 + s for s in range(len(rooms)))])
+            fill((cu, ints_of(lengths), cu_k), (out, *keys), lse, memory)
+            used = torch.zeros(total, dtype=torch.bool)
+            for offset, length in zip(offsets, lengths, strict=True):
+                used[offset : offset + length] = True
+            assert out[used].isnan().all() and lse[:, used].isnan().all()
+            assert (out[~used] == 0).all() and (lse[:, ~used] == float("-inf")).all()
+            assert out._base[:, 1::2].isnan().all() and out._base[:, :, :8].isnan().all()
+            for tensor in keys:
+                assert tensor[10 : 10 + len(rooms)].isnan().all()
+                assert (tensor[:10] == 0).all() and (tensor[10 + len(rooms) :] == 0).all()
