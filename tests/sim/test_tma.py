@@ -272,3 +272,62 @@ def test_misuse(text, error, message):
     body = f"{SETUP}\n{text}\n"
     with pytest.raises(error, match=message):
         Program("sm_90a", body, {"data": data}).run(threads=32, smem=4096)
+
+
+LOAD_5D = LOAD.replace("2d", "5d")
+STORE_5D = STORE.replace("2d", "5d")
+
+
+def ragged_map(array, box_rows: int) -> bytes:
+    """Rows of a tensor as (columns, rows, 1, 1, ends): one row stride twice, and a base that lies
+    all its rows before it.
+    """
+    rows, cols = array.shape
+    pitch = array.strides[0]
+    made = tensormap.TensorMap(
+        array.ctypes.data - rows * pitch, 5, "f16", 2, "none",
+        (cols, rows, 1, 1, rows + 1), (2, pitch, 4096, 4096, pitch), (cols, box_rows, 1, 1, 1),
+    )  # fmt: skip
+    return tensormap.encode(made)
+
+
+def move_rows(source, target, start: int, end: int) -> None:
+    """Rows of the sequence [start, end) through shared memory, in one box of 8."""
+    rows = len(source)
+    body = f"""
+{SETUP}
+mov.b32 %r10, 0; mov.b32 %r11, {rows - (end - start)}; mov.b32 %r12, {end};
+@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 256;
+@%p0 {LOAD_5D} [smem+1024], [%from, {{%r10, %r11, %r10, %r10, %r12}}], [smem];
+{mbarrier_wait("smem", 0, "W")}
+@%p0 {STORE_5D} [%into, {{%r10, %r11, %r10, %r10, %r12}}], [smem+1024];
+@%p0 cp.async.bulk.commit_group;
+@%p0 cp.async.bulk.wait_group 0;
+"""
+    maps = {"from": ragged_map(source, 8), "into": ragged_map(target, 8)}
+    program = Program("sm_90a", body, maps)
+    for array, name in ((source, "source"), (target, "target")):
+        extent = (len(array) - 1) * array.strides[0] + 2 * array.shape[1]
+        program.memory.add(array.ctypes.data, extent, name)
+    program.run(threads=32, smem=4096)
+
+
+@pytest.mark.parametrize("pitch", [16, 40])
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (3, 3), (5, 20), (12, 20), (19, 20), (0, 20)])
+def test_a_base_before_the_tensor(start: int, end: int, pitch: int) -> None:
+    """Only rows of the sequence move, up to the box; nothing beside it is touched."""
+    rng = np.random.default_rng(0)
+    source = rng.integers(1, 2**16, (20, pitch), dtype=np.uint16)[:, :16]
+    target = np.zeros((20, pitch), np.uint16)[:, :16]
+    move_rows(source, target, start, end)
+    want = np.zeros_like(target)
+    want[start : min(end, start + 8)] = source[start : min(end, start + 8)]
+    np.testing.assert_array_equal(target, want)
+
+
+def test_what_lies_before_the_tensor_is_still_checked() -> None:
+    """A box that is inside the map but not inside the tensor: rows before the first one."""
+    memory = np.zeros((60, 16), np.uint16)
+    source, target = memory[40:], np.zeros((20, 16), np.uint16)
+    with pytest.raises(OutOfBoundsError, match="source"):
+        move_rows(source, target, -10, 0)
