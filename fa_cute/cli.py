@@ -41,6 +41,7 @@ COLUMNS = (
     "fp16",
     "GQA/MQA",
     "window",
+    "scale < 0",
     "softcap",
     "sink",
     "backward",
@@ -142,6 +143,10 @@ def support_rows(arch: str | None = None, head_dim: int | None = None) -> list[d
                 found = supports(arch=name, head_dim=d, head_dim_v=dv, **options)
                 return "yes" if found else "-"
 
+            def both(answer=answer, **options) -> str:
+                forward = answer(**options)
+                return forward if answer(backward=True, **options) == forward else "forward"
+
             cells = (
                 name,
                 str(d) if d == dv else f"{d}, {dv}",
@@ -149,7 +154,8 @@ def support_rows(arch: str | None = None, head_dim: int | None = None) -> list[d
                 answer(causal=True),
                 answer(dtype="fp16"),
                 answer(qhead_per_kvhead=4),
-                answer(window_size=(128, 0)),
+                both(window_size=(128, 0)),
+                both(softmax_scale=-1.0),
                 answer(softcap=30.0),
                 answer(sink=True),
                 answer(backward=True),
