@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import arch as archs
-from . import dispatch, operators, tune
+from . import dispatch, operators, operators_varlen, tune
 from .arch import Arch
 from .dispatch import (
     Call,
@@ -19,7 +19,8 @@ from .dispatch import (
     wants_grad,
 )
 from .errors import ArgumentError, DeterminismError, UnsupportedError
-from .problem import AttnProblem, autocast_hint, check_layout
+from .lengths import Lengths, check_longest
+from .problem import AttnProblem, autocast_hint, check_layout, check_tensors
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,7 @@ def flash_attn_func(
         out, lse = Call(problem, None, chosen).reference(q, k, v, learnable_sink)
         out, lse = out.to(q.dtype), lse.float()
     else:
-        arch = arch_of(q.device)
-        grad = wants_grad(q, k, v, learnable_sink)
-        reasons = tune.missing_forward(problem, arch)
-        without = tune.missing_backward(problem, arch, deterministic) if grad else ()
-        if without and not reasons:
-            raise dispatch.no_gradient(problem, arch, deterministic, without)
-        if reasons:
-            raise UnsupportedError(refusal(arch, reasons + without) + autocast_hint(q))
+        _require_kernels(problem, q, wants_grad(q, k, v, learnable_sink), deterministic)
         check_layout(q=q, k=k, v=v)
         out, lse = operators.attention(q, k, v, options)
     return (out, lse) if return_lse else out
@@ -149,6 +143,109 @@ def _is_usual(q, softmax_scale, causal, window_size, how) -> bool:
         and (backend == "auto" or backend == "cuda")
         and (return_lse is True or return_lse is False)
     )
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    learnable_sink=None,
+    deterministic=None,
+    *,
+    return_lse=False,
+    backend="auto",
+):
+    """Attention within each of many sequences of different lengths, in one call.
+
+    Args:
+        q: (total_q, heads, head_dim), the rows of all sequences one after the other, with
+            ``cu_seqlens_q``; or (batch, seqlen_q, heads, head_dim), a padded batch, without.
+            Strides as in `flash_attn_func`, but all rows of a padded batch lie at one distance.
+        k, v: likewise with or without ``cu_seqlens_k``; q may be padded and k packed.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q: sequence i has the rows
+            from ``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``. Rows before the first and behind
+            the last belong to no sequence.
+        max_seqlen_q, max_seqlen_k: taken for compatibility (int, tensor of one number, or None) and
+            not needed: the schedule is made on the device, from the lengths themselves.
+        seqused_q, seqused_k: (batch,) int32: only the first so many rows of a sequence count.
+        softmax_scale, causal, window_size, softcap, learnable_sink, deterministic, return_lse,
+            backend: as in `flash_attn_func`; masks are aligned at the end of each sequence.
+
+    Returns:
+        out like q with head_dim_v, or (out, lse); lse is (heads, total_q) for packed q, (batch,
+        heads, seqlen_q) for padded q, float32. Rows of q that see no key, or belong to no sequence,
+        are 0 and their lse -inf; gradients of rows that nothing depends on are 0.
+
+    The numbers in cu_seqlens and seqused are read on the device only (with backend="reference" and
+    for CPU tensors on the host, which checks them). On CUDA it is the caller's part that cu_seqlens
+    do not decrease, are not beyond the tensors, and that seqused is not more than a sequence has.
+
+    Raises: as `flash_attn_func`.
+    """
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    check_longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    plain = type(softcap) is float and softcap == 0.0 and learnable_sink is None
+    how = (deterministic, backend, return_lse)
+    if plain and torch.compiler.is_compiling():
+        left, right = (-1 if side is None else side for side in window_size)
+        options = (softmax_scale, causal, left, right, deterministic, backend)
+        tensors = lengths.rows(q, k, v)
+        out, lse = torch.ops.fa_cute.varlen_fwd(*tensors, *lengths.tensors, *options)
+    elif plain and _is_usual(q, softmax_scale, causal, window_size, how):
+        options = (softmax_scale, causal, *window_size, deterministic, backend)
+        out, lse = operators_varlen.attention(*lengths.rows(q, k, v), lengths, options)
+    else:
+        lengths.require_any()
+        check_tensors(q, k, v, learnable_sink, lengths.packed)
+        options = (softmax_scale, causal, window_size, softcap)
+        out, lse = _any_varlen(lengths.rows(q, k, v), lengths, options, learnable_sink, how)
+    if not lengths.packed[0]:
+        batch, seqlen = q.shape[:2]
+        out = out.view(batch, seqlen, *out.shape[1:])
+        lse = lse.view(-1, batch, seqlen).transpose(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def _any_varlen(tensors, lengths: Lengths, options, sink, how):
+    """The call whose arguments may be anything, for packed tensors."""
+    deterministic, backend, return_lse = how
+    q, k, v = tensors
+    problem = AttnProblem.of_sequences(q, k, v, lengths, options, sink)
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(f"return_lse is {return_lse!r}; it must be True or False")
+    deterministic = wants_determinism(deterministic)
+    left, right = (-1 if side is None else side for side in problem.window)
+    options = (problem.softmax_scale, problem.causal, left, right, deterministic, backend)
+    if operators.stands_in(q) and backend != "reference":  # plain torch finds its own way
+        return operators_varlen.attention(q, k, v, lengths, options)
+    chosen = resolve_backend(backend, problem, q)
+    if chosen == "reference":
+        out, lse = Call(problem, None, chosen).reference(q, k, v, sink, lengths)
+        return out.to(q.dtype), lse.float()
+    _require_kernels(problem, q, wants_grad(q, k, v, sink), deterministic)
+    check_layout(q=q, k=k, v=v)
+    return operators_varlen.attention(q, k, v, lengths, options)
+
+
+def _require_kernels(problem: AttnProblem, q, grad: bool, deterministic: bool) -> None:
+    """Raise UnsupportedError, or DeterminismError, where there are none."""
+    arch = arch_of(q.device)
+    reasons = tune.missing_forward(problem, arch)
+    without = tune.missing_backward(problem, arch, deterministic) if grad else ()
+    if without and not reasons:
+        raise dispatch.no_gradient(problem, arch, deterministic, without)
+    if reasons:
+        raise UnsupportedError(refusal(arch, reasons + without) + autocast_hint(q))
 
 
 def can_use(
@@ -216,7 +313,8 @@ def supports(
         head_dim, head_dim_v: sizes of a head of q and k, and of v (None: the same).
         qhead_per_kvhead: heads / heads_kv.
         backward: also ask for the gradient; ``deterministic`` for a repeatable one.
-        options: softmax_scale, window_size, softcap, sink (bool) as in `flash_attn_func`.
+        options: softmax_scale, window_size, softcap, sink (bool) as in `flash_attn_func`; varlen
+            (bool) for `flash_attn_varlen_func`.
     """
     target = default_arch() if arch is None else archs.get(arch)
     problem = AttnProblem.typical(
@@ -237,4 +335,4 @@ def _support(reasons: tuple[str, ...], problem: AttnProblem, arch: Arch) -> Supp
     return Support(not reasons, reasons, arch.name, kernel, not reasons)
 
 
-__all__ = ["Support", "can_use", "flash_attn_func", "supports"]
+__all__ = ["Support", "can_use", "flash_attn_func", "flash_attn_varlen_func", "supports"]

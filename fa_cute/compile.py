@@ -27,6 +27,7 @@ from .errors import ArgumentError, CompileDuringCaptureError, CompileError, FaCu
 ALIGN_BYTES = 16
 TARGETS = ("cuda", "sim")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+NO_LENGTHS = (False, False, False, False)
 WINDOWS = {  # sides with a limit -> their name on the command line
     (False, False): "none",
     (True, False): "left",
@@ -49,7 +50,7 @@ class Request:
     arch: Arch
     has_dlse: bool = False  # backward: a gradient of the LSE comes in
     # varlen: which of LENGTHS come in
-    lengths: tuple[bool, bool, bool, bool] = (False, False, False, False)
+    lengths: tuple[bool, bool, bool, bool] = NO_LENGTHS
 
     @property
     def where(self) -> tuple[str, str]:
@@ -83,21 +84,22 @@ class Request:
         return " ".join(words)
 
 
-def forward(cfg, spec, arch: Arch, target: str) -> Callable:
+def forward(cfg, spec, arch: Arch, target: str, lengths=NO_LENGTHS) -> Callable:
     """The forward kernel as ``fn(q, k, v, out, lse, *launch.rest(...))`` on torch tensors.
 
-    ``target`` "cuda" runs on the current device and stream, "sim" on CPU tensors in the simulator.
+    ``target`` "cuda" runs on the current device and stream, "sim" on CPU tensors in the simulator;
+    ``lengths`` says which of LENGTHS a varlen call gives.
     """
-    return get(Request("forward", cfg, spec, arch), target)
+    return get(Request("forward", cfg, spec, arch, lengths=lengths), target)
 
 
-def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool) -> Callable:
+def backward(cfg, spec, arch: Arch, target: str, has_dlse: bool, lengths=NO_LENGTHS) -> Callable:
     """The backward: ``fn(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, *launch.rest(...))``.
 
     ``dlse`` is None unless ``has_dlse``; ``work`` is fp32 scratch, as long as
     `bwd.args.workspace_floats` says.
     """
-    return get(Request("backward", cfg, spec, arch, has_dlse), target)
+    return get(Request("backward", cfg, spec, arch, has_dlse, lengths), target)
 
 
 def clear() -> None:

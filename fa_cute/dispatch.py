@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -12,7 +12,15 @@ from . import arch as archs
 from . import launch, reference, tune
 from .arch import Arch
 from .errors import ArgumentError, DeterminismError, FaCuteError, UnsupportedError
-from .problem import ALIGN_BYTES, AttnProblem, as_kernels_read, autocast_hint, check_layout
+from .lengths import Lengths
+from .problem import (
+    ALIGN_BYTES,
+    AttnProblem,
+    as_kernels_read,
+    autocast_hint,
+    check_layout,
+    check_plain,
+)
 
 BACKENDS = ("auto", "cuda", "sim", "reference")
 SWITCHES = ("FA_CUTE_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
@@ -127,9 +135,13 @@ class Call:
         return launch.resolve(self.problem, self.arch, self.backend)
 
     @cached_property
-    def rest(self) -> tuple:
+    def _rest(self) -> tuple:
+        p = self.problem
+        return launch.rest(p.softmax_scale, self.num_sms, p.limits)
+
+    def rest(self, q, lengths) -> tuple:
         """What the forward takes after its tensors."""
-        return launch.rest(self.problem.softmax_scale, self.num_sms, self.problem.limits)
+        return self._rest
 
     def require_gradient(self, deterministic: bool) -> None:
         """Raise before the forward runs if the backward could not."""
@@ -151,7 +163,7 @@ class Call:
         out = q.new_empty((p.batch, p.seqlen_q, p.heads, p.head_dim_v))  # torch.empty takes longer
         return out, q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
 
-    def forward(self, q, k, v, out, lse) -> None:
+    def forward(self, q, k, v, out, lse, lengths: Lengths | None = None) -> None:
         """Fill out and lse."""
         p = self.problem
         if q.requires_grad or k.requires_grad or v.requires_grad:  # DLPack refuses them
@@ -160,30 +172,27 @@ class Call:
             out.zero_()
             lse.fill_(float("-inf"))
         elif self.backend == "reference":
-            found = self.reference(q, k, v)
+            found = self.reference(q, k, v, lengths=lengths)
             out.copy_(found[0])
             lse.copy_(found[1])
         else:
             if not self.plain:
                 q, k, v, out = (launch.plain_strides(t) for t in (q, k, v, out))
-            launch.forward((q, k, v, out, lse), self.resolved, self.rest, self.arch)
+            rest = self.rest(q, lengths)
+            launch.forward((q, k, v, out, lse), self.resolved, rest, self.arch)
 
-    def reference(self, q, k, v, sink=None):
+    def reference(self, q, k, v, sink=None, lengths: Lengths | None = None):
         """The same in plain torch, in float32 or float64."""
         p = self.problem
-        return reference.attention(
-            q,
-            k,
-            v,
-            p.softmax_scale,
-            p.causal,
-            window=p.window,
-            softcap=p.softcap,
-            sink=sink,
-            dtype=_wide(q),
-        )
+        options = {"window": p.window, "softcap": p.softcap, "sink": sink, "dtype": _wide(q)}
+        if lengths is None:
+            return reference.attention(q, k, v, p.softmax_scale, p.causal, **options)
+        if q.device.type != "cpu":  # there they have been looked at
+            lengths.check_values(q, k)
+        args = (lengths.sequences(q, k), p.softmax_scale, p.causal)
+        return reference.attention_of_sequences(q, k, v, *args, **options)
 
-    def backward(self, saved, dout, dlse, deterministic: bool, grads) -> None:
+    def backward(self, saved, dout, dlse, deterministic: bool, grads, lengths=None) -> None:
         """Fill ``grads`` = (dq, dk, dv) from ``saved`` = (q, k, v, out, lse)."""
         saved = tuple(t.detach() for t in saved)
         p = self.problem
@@ -196,12 +205,46 @@ class Call:
             dlse = dlse.detach().float().contiguous()
         if self.backend == "reference":
             options = {"dlse": dlse, "window": p.window, "dtype": _wide(dout)}
-            found = reference.gradients(dout, *saved[:3], p.softmax_scale, p.causal, **options)
-            for grad, value in zip(grads, found):
+            args, find = (p.softmax_scale, p.causal), reference.gradients
+            if lengths is not None:
+                args = (lengths.sequences(*saved[:2]), *args)
+                find = reference.gradients_of_sequences
+            for grad, value in zip(grads, find(dout, *saved[:3], *args, **options)):
                 grad.copy_(value)
             return
         spec = tune.backward_spec(p, deterministic)
-        launch.backward((*saved, dout, dlse), spec, p, self.arch, self.backend, grads)
+        given = launch.NONE if lengths is None else lengths.tensors
+        launch.backward((*saved, dout, dlse), spec, p, self.arch, self.backend, grads, given)
+
+
+@dataclass(frozen=True)
+class VarlenCall(Call):
+    """The same for sequences one after the other; their lengths are tensors, and no part of it."""
+
+    given: tuple[bool, bool, bool, bool] = (False, False, False, False)  # which lengths there are
+
+    @cached_property
+    def resolved(self):
+        """The compiled forward and its config."""
+        return launch.resolve(self.problem, self.arch, self.backend, self.given)
+
+    @cached_property
+    def _tile_ints(self) -> int:
+        p = self.problem
+        spec = tune.forward_spec(p, self.arch)
+        return launch.tile_ints(self.resolved[1], spec, p, p.heads_kv)
+
+    def rest(self, q, lengths) -> tuple:
+        """What the forward takes after its tensors, scratch for the list of tiles among it."""
+        p = self.problem
+        tiles = q.new_empty(self._tile_ints, dtype=torch.int32)
+        return launch.rest(p.softmax_scale, self.num_sms, p.limits, lengths.tensors, tiles)
+
+    def outputs(self, q):
+        """out and lse, uninitialised."""
+        p = self.problem
+        out = q.new_empty((p.seqlen_q, p.heads, p.head_dim_v))
+        return out, q.new_empty((p.heads, p.seqlen_q), dtype=torch.float32)
 
 
 def _wide(t) -> torch.dtype:
@@ -213,15 +256,18 @@ _SEEN_LIMIT = 4096
 _REPEATED = "cuda"  # on CPU tensors the environment and the open session decide
 
 
-def call_of(q, k, v, options: Options | tuple) -> Call:
+def call_of(q, k, v, options: Options | tuple, lengths: Lengths | None = None) -> Call:
     """The call of the operators for these tensors; raises what is wrong with it.
 
     ``options`` are the fields of `Options`, in a tuple where that is quicker.
     """
     key = repeat_key(q, k, v, options)
+    if key is not None and lengths is not None:
+        key = (*key, lengths.key)
     call = _seen.get(key)
     if call is None:
-        call = _validated(q, k, v, options if isinstance(options, Options) else Options(*options))
+        options = options if isinstance(options, Options) else Options(*options)
+        call = _validated(q, k, v, options, lengths)
         if key is not None and call.problem.has_work:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
@@ -255,21 +301,23 @@ def repeat_key(q, k, v, options) -> tuple | None:
     )
 
 
-def _validated(q, k, v, options: Options) -> Call:
-    problem = AttnProblem.of(
-        q,
-        k,
-        v,
-        softmax_scale=options.softmax_scale,
-        causal=options.causal,
-        window_size=(options.window_left, options.window_right),
-    )
+def _validated(q, k, v, options: Options, lengths: Lengths | None) -> Call:
+    window = (options.window_left, options.window_right)
+    if lengths is None:
+        kind, how = Call, {"softmax_scale": options.softmax_scale, "causal": options.causal}
+        problem = AttnProblem.of(q, k, v, window_size=window, **how)
+    else:
+        kind = partial(VarlenCall, given=lengths.given)
+        how = (options.softmax_scale, options.causal, window, 0.0)
+        problem = AttnProblem.of_sequences(q, k, v, lengths, how)
     backend = resolve_backend(options.backend, problem, q)
     if backend == "reference":
-        return Call(problem, None, backend)
+        return kind(problem, None, backend)
     arch = arch_of(q.device)
     reasons = tune.missing_forward(problem, arch)
     if reasons:
         raise UnsupportedError(refusal(arch, reasons) + autocast_hint(q))
     check_layout(q=q, k=k, v=v)
-    return Call(problem, arch, backend, launch.num_sms(q.device, arch))
+    if lengths is not None:
+        check_plain(**lengths.named)
+    return kind(problem, arch, backend, launch.num_sms(q.device, arch))

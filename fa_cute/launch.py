@@ -16,6 +16,7 @@ from .errors import FaCuteError
 from .plan import show
 from .problem import AttnProblem
 
+NONE = (None,) * len(compile.LENGTHS)  # of the lengths of a varlen call
 _one_machine = threading.RLock()  # a process simulates one machine at a time
 
 
@@ -56,14 +57,23 @@ def _check(status) -> None:
         raise FaCuteError(f"the CUDA driver answered {status}")
 
 
-def resolve(problem: AttnProblem, arch: Arch, backend: str):
+def resolve(problem: AttnProblem, arch: Arch, backend: str, lengths=compile.NO_LENGTHS):
     """The compiled forward of a problem, and its config."""
     spec = tune.forward_spec(problem, arch)
     cfg = tune.forward(spec, arch)
-    return compile.forward(cfg, spec, arch, backend), cfg
+    return compile.forward(cfg, spec, arch, backend, lengths), cfg
 
 
-def rest(scale: float, sms: int, window=(None, None), lengths=(None,) * 4, tiles=None) -> tuple:
+def tile_ints(cfg, spec, problem: AttnProblem, units: int) -> int:
+    """Length of the int32 scratch for the tiles of a varlen call.
+
+    ``units``: what has tiles of its own: kv heads in the forward, query heads in the backward.
+    """
+    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, units)
+    return cfg.work(spec).workspace(*sizes).size
+
+
+def rest(scale: float, sms: int, window=(None, None), lengths=NONE, tiles=None) -> tuple:
     """What every compiled function takes after its tensors.
 
     Args:
@@ -81,18 +91,29 @@ def forward(tensors, resolved, rest: tuple, arch: Arch) -> None:
     _run(kernel, (*tensors, *rest), arch, cfg)
 
 
-def backward(tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str, grads) -> None:
-    """Fill ``grads`` = (dq, dk, dv) for ``tensors`` = (q, k, v, out, lse, dout, dlse or None)."""
+def backward(
+    tensors, spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str, grads, lengths=NONE
+) -> None:
+    """Fill ``grads`` = (dq, dk, dv) for ``tensors`` = (q, k, v, out, lse, dout, dlse or None).
+
+    ``lengths``: as in `rest`.
+    """
     cfg = tune.backward(spec, arch)
     q = tensors[0]
     has_dlse = tensors[6] is not None
-    kernel = compile.backward(cfg, spec, arch, backend, has_dlse)
+    given = tuple(t is not None for t in lengths)
+    kernel = compile.backward(cfg, spec, arch, backend, has_dlse, given)
     sizes = Sizes(
         problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
     )
     work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
     args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
-    tail = rest(problem.softmax_scale, num_sms(q.device, arch), problem.limits)
+    tiles = None
+    if spec.varlen:
+        ints = tile_ints(cfg, spec, problem, problem.heads)
+        tiles = torch.empty(ints, device=q.device, dtype=torch.int32)
+    sms = num_sms(q.device, arch)
+    tail = rest(problem.softmax_scale, sms, problem.limits, lengths, tiles)
     _run(kernel, (*args, work, *tail), arch, cfg)
 
 

@@ -20,31 +20,31 @@ from .dispatch import _PLAIN, Options, wants_determinism
 from .errors import ArgumentError, UnsupportedError
 from .problem import check_layout, check_tensors, describe, normalise_window
 
-_OPTIONS = (
+OPTIONS = (
     "float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1"
 )
-_BWD_INPUTS = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+BWD_INPUTS = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
 SCHEMAS = (
-    f"fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool? deterministic=None, "
+    f"fwd(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool? deterministic=None, "
     "str backend='auto') -> (Tensor out, Tensor lse)",
-    f"fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {_OPTIONS}, "
+    f"fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {OPTIONS}, "
     "str backend='auto') -> ()",
-    f"bwd({_BWD_INPUTS}=None, {_OPTIONS}, bool deterministic=False, str backend='auto') "
+    f"bwd({BWD_INPUTS}=None, {OPTIONS}, bool deterministic=False, str backend='auto') "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
-    f"bwd_out({_BWD_INPUTS}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_OPTIONS}, "
+    f"bwd_out({BWD_INPUTS}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {OPTIONS}, "
     "bool deterministic=False, str backend='auto') -> ()",
 )
 KEYS = ("CPU", "CUDA")
-_library = torch.library.Library("fa_cute", "FRAGMENT")
+library = torch.library.Library("fa_cute", "FRAGMENT")
 for _schema in SCHEMAS:
-    _library.define(_schema)
+    library.define(_schema)
 _fwd = torch.ops.fa_cute.fwd.default
 _fwd_out = torch.ops.fa_cute.fwd_out.default
 _bwd = torch.ops.fa_cute.bwd.default
 _bwd_out = torch.ops.fa_cute.bwd_out.default
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = torch._C._AutoDispatchBelowAutograd
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms = torch._C._are_functorch_transforms_active
+transforming = torch._C._are_functorch_transforms_active
 
 
 def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"):
@@ -56,7 +56,7 @@ def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic
 
 def _run_fwd_out(q, k, v, out, lse, *options):
     call = dispatch.call_of(q, k, v, Options(*options))
-    _check_like(_results(call, q), out=out, lse=lse)
+    check_like(_results(call, q), out=out, lse=lse)
     check_layout(out=out)
     call.forward(q, k, v, out, lse)
 
@@ -68,7 +68,7 @@ def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
-    _check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
+    check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
     check_layout(dq=dq, dk=dk, dv=dv)
     _differentiate((q, k, v, out, lse), dout, dlse, options, (dq, dk, dv))
 
@@ -81,7 +81,7 @@ def _differentiate(saved, dout, dlse, options, grads) -> None:
     q, k, v, out, lse = saved
     call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
     of_out, of_lse = _results(call, q)
-    _check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
+    check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
     if dlse is not None and dlse.shape != lse.shape:
         raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
     call.require_gradient(deterministic)
@@ -95,7 +95,7 @@ def _results(call, q):
     return (out, q.dtype), ((p.batch, p.heads, p.seqlen_q), torch.float32)
 
 
-def _check_like(wanted, **given) -> None:
+def check_like(wanted, **given) -> None:
     """Results and gradients that a caller hands in: shape and dtype, and lse contiguous."""
     for (shape, dtype), (name, t) in zip(wanted, given.items()):
         if t.shape != shape or t.dtype != dtype:
@@ -128,7 +128,7 @@ class FlashAttn(torch.autograd.Function):
     def forward(q, k, v, options):
         if nobody_watches(q, k, v):
             return _run_fwd(q, k, v, *options)
-        with _below_autograd():
+        with below_autograd():
             return _fwd(q, k, v, *options)
 
     @staticmethod
@@ -152,7 +152,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs):
-        with _below_autograd():
+        with below_autograd():
             return _bwd(*inputs)
 
     @staticmethod
@@ -172,11 +172,11 @@ def _gradients(*inputs):
         isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
     ):
         return Gradients.apply(*inputs)
-    with _below_autograd():
+    with below_autograd():
         return _bwd(*inputs)
 
 
-def _refuse_tangents(*tensors) -> None:
+def refuse_tangents(*tensors) -> None:
     """Forward-mode AD would take the results for constants: an error instead."""
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedError(
@@ -187,7 +187,7 @@ def _refuse_tangents(*tensors) -> None:
 
 def _autograd_fwd(q, k, v, *options):
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
+        refuse_tangents(q, k, v)
     if dispatch.wants_grad(q, k, v):
         scale, causal, left, right, deterministic, how = (
             *options,
@@ -195,7 +195,7 @@ def _autograd_fwd(q, k, v, *options):
         )
         deterministic = wants_determinism(deterministic)
         return FlashAttn.apply(q, k, v, (scale, causal, left, right, deterministic, how))
-    with _below_autograd():
+    with below_autograd():
         return _fwd(q, k, v, *options)
 
 
@@ -208,18 +208,18 @@ def attention(q, k, v, options):
     ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
     """
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
+        refuse_tangents(q, k, v)
     if not dispatch.wants_grad(q, k, v):
         if nobody_watches(q, k, v):
             return _run_fwd(q, k, v, *options)
-        with _below_autograd():
+        with below_autograd():
             return _fwd(q, k, v, *options)
     *rest, deterministic, how = options
     deterministic = wants_determinism(deterministic)
     options = (*rest, deterministic, how)
     if not stands_in(q):
         dispatch.call_of(q, k, v, (*rest, how)).require_gradient(deterministic)
-    if _transforms():
+    if transforming():
         return FlashAttn.apply(q, k, v, options)
     return _apply(q, k, v, options)
 
@@ -236,7 +236,7 @@ def nobody_watches(q, k, v) -> bool:
         and not (q.is_meta or k.is_meta or v.is_meta)
         and _modes() == 0
         and _functions() == 0
-        and not _transforms()
+        and not transforming()
         and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()
     )
@@ -285,7 +285,7 @@ def flash_fwd(
         out: (batch, seqlen_q, heads, head_dim_v) like q, rows aligned to 16 bytes.
         lse: (batch, heads, seqlen_q) float32, contiguous; natural log, -inf where no key is seen.
     """
-    left, right = _window(window_size)
+    left, right = window_sides(window_size)
     if out is None or lse is None:
         check_tensors(q, k, v)
         new_out, new_lse = _fake_fwd(q, k, v)
@@ -323,7 +323,7 @@ def flash_bwd(
         dq, dk, dv: like q, k, v, rows aligned to 16 bytes; overwritten.
         deterministic: as in `fa_cute.flash_attn_func`.
     """
-    left, right = _window(window_size)
+    left, right = window_sides(window_size)
     grads = [
         t.new_empty(t.shape) if grad is None else grad for grad, t in zip((dq, dk, dv), (q, k, v))
     ]
@@ -333,7 +333,7 @@ def flash_bwd(
     return tuple(grads)
 
 
-def _window(window_size) -> tuple[int, int]:
+def window_sides(window_size) -> tuple[int, int]:
     left, right = normalise_window(window_size, False)
     return -1 if left is None else left, -1 if right is None else right
 
@@ -346,16 +346,16 @@ def _register() -> None:
         ("bwd_out", _run_bwd_out),
     ):
         for key in KEYS:
-            _library.impl(name, run, key)
-    _library.impl("fwd", _autograd_fwd, "Autograd")
-    _library.impl("bwd", _gradients, "Autograd")
+            library.impl(name, run, key)
+    library.impl("fwd", _autograd_fwd, "Autograd")
+    library.impl("bwd", _gradients, "Autograd")
     for name, fake in (
         ("fwd", _fake_fwd),
         ("fwd_out", _fake_nothing),
         ("bwd", _fake_bwd),
         ("bwd_out", _fake_nothing),
     ):
-        torch.library.register_fake(f"fa_cute::{name}", fake, lib=_library)
+        torch.library.register_fake(f"fa_cute::{name}", fake, lib=library)
 
 
 _register()

@@ -7,7 +7,7 @@ a kernel exists for a valid problem is `tune.py`'s question.
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,7 +83,8 @@ class AttnProblem:
         v = torch.empty(1, 1, 1, head_dims[1], dtype=dtype, device="meta")
         if options.pop("sink", False):
             options["sink"] = torch.empty(qhead_per_kvhead, device="meta")
-        return cls.of(q, k, v, **options)
+        varlen = options.pop("varlen", False)
+        return replace(cls.of(q, k, v, **options), varlen=bool(varlen))
 
     @classmethod
     def of(
@@ -100,9 +101,26 @@ class AttnProblem:
     ) -> AttnProblem:
         """Validate one call; raises ArgumentError with every tensor described."""
         check_tensors(q, k, v, sink)
+        options = (softmax_scale, causal, window_size, softcap)
+        return cls._of(q, k, v, q.shape[0], options, sink is not None)
+
+    @classmethod
+    def of_sequences(cls, q, k, v, lengths, options=(None, False, (-1, -1), 0.0), sink=None):
+        """The same for sequences that lie one after the other, q (total_q, heads, head_dim).
+
+        ``options``: (softmax_scale, causal, window_size, softcap).
+        """
+        check_tensors(q, k, v, sink, packed=(True, True))
+        lengths.check(q, k)
+        problem = cls._of(q, k, v, lengths.batch, options, sink is not None)
+        return replace(problem, varlen=True)
+
+    @classmethod
+    def _of(cls, q, k, v, batch: int, options: tuple, has_sink: bool) -> AttnProblem:
+        softmax_scale, causal, window_size, softcap = options
         if not isinstance(causal, bool):
             raise ArgumentError(f"causal is {causal!r}; it must be True or False")
-        scale = check_number("softmax_scale", softmax_scale, q.shape[3] ** -0.5)
+        scale = check_number("softmax_scale", softmax_scale, q.shape[-1] ** -0.5)
         cap = check_number("softcap", softcap, 0.0)
         if cap < 0:
             raise ArgumentError(f"softcap is {cap}; it must be positive, or 0 for none")
@@ -110,18 +128,18 @@ class AttnProblem:
         return cls(
             dtype=DTYPE_NAMES[q.dtype],
             device=q.device.type,
-            batch=q.shape[0],
-            seqlen_q=q.shape[1],
-            seqlen_k=k.shape[1],
-            heads=q.shape[2],
-            heads_kv=k.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
+            batch=batch,
+            seqlen_q=q.shape[-3],
+            seqlen_k=k.shape[-3],
+            heads=q.shape[-2],
+            heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
             softmax_scale=scale,
             causal=window[1] == 0,
             window=window,
             softcap=cap,
-            has_sink=sink is not None,
+            has_sink=has_sink,
         )
 
 
@@ -178,8 +196,20 @@ def normalise_window(window_size, causal: bool) -> tuple[int | None, int | None]
     return sides[0], sides[1]
 
 
-def check_tensors(q, k, v, sink=None) -> None:
-    """Types, layouts, devices, dtypes and shapes; the message shows all tensors."""
+_PADDED, _PACKED = "4 dimensions (batch, seqlen, heads, head_dim)", "3 (rows, heads, head_dim)"
+_DIMENSIONS = {
+    (False, False): f"q, k, v must have {_PADDED}",
+    (True, True): f"q, k, v must have {_PACKED}, with cu_seqlens_q and cu_seqlens_k",
+    (True, False): f"q must have {_PACKED}, with cu_seqlens_q; k and v {_PADDED}, without",
+    (False, True): f"q must have {_PADDED}, without cu_seqlens_q; k and v {_PACKED}, with",
+}
+
+
+def check_tensors(q, k, v, sink=None, packed=(False, False)) -> None:
+    """Types, layouts, devices, dtypes and shapes; the message shows all tensors.
+
+    ``packed``: whether q, whether k and v have no dimension for the batch.
+    """
     named = {"q": q, "k": k, "v": v}
     shown = named if sink is None else {**named, "learnable_sink": sink}
 
@@ -199,39 +229,51 @@ def check_tensors(q, k, v, sink=None) -> None:
         fail("all tensors must be on one device")
     if q.dtype not in DTYPE_NAMES or len({t.dtype for t in named.values()}) > 1:
         fail("q, k, v must have one dtype out of " + _dtypes(DTYPE_NAMES) + autocast_hint(q))
-    _check_shapes(q, k, v, fail)
-    if sink is not None and (sink.shape != (q.shape[2],) or sink.dtype not in SINK_DTYPES):
+    _check_shapes(q, k, v, packed, fail)
+    if sink is not None and (sink.shape != (q.shape[-2],) or sink.dtype not in SINK_DTYPES):
         fail(
-            f"learnable_sink must be ({q.shape[2]},), one logit per query head, "
+            f"learnable_sink must be ({q.shape[-2]},), one logit per query head, "
             + _dtypes(SINK_DTYPES)
         )
 
 
-def _check_shapes(q, k, v, fail) -> None:
-    if not q.ndim == k.ndim == v.ndim == 4:
-        fail("q, k, v must have 4 dimensions (batch, seqlen, heads, head_dim)")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
+def check_dimensions(q, k, v, packed, fail=None) -> None:
+    """How many dimensions there must be, for ``packed`` as in `check_tensors`."""
+    if (q.ndim, k.ndim, v.ndim) != (4 - packed[0], 4 - packed[1], 4 - packed[1]):
+        if fail is not None:
+            fail(_DIMENSIONS[packed])
+        raise ArgumentError(f"{_DIMENSIONS[packed]}\n{describe(q=q, k=k, v=v)}")
+
+
+def _check_shapes(q, k, v, packed, fail) -> None:
+    check_dimensions(q, k, v, packed, fail)
+    if packed == (False, False) and not q.shape[0] == k.shape[0] == v.shape[0]:
         fail("q, k, v must have the same batch")
-    if k.shape[1:3] != v.shape[1:3]:
+    if k.shape[:-1] != v.shape[:-1]:
         fail("k and v must have the same seqlen and heads")
-    if q.shape[3] != k.shape[3]:
+    if q.shape[-1] != k.shape[-1]:
         fail("q and k must have the same head_dim")
-    if min(q.shape[2], k.shape[2]) == 0:
+    if min(q.shape[-2], k.shape[-2]) == 0:
         fail("heads and heads_kv must be at least 1")
-    if min(q.shape[3], v.shape[3]) == 0:
+    if min(q.shape[-1], v.shape[-1]) == 0:
         fail("head_dim and head_dim_v must be at least 1")
-    if q.shape[2] % k.shape[2]:
-        fail(f"heads ({q.shape[2]}) must be a multiple of heads_kv ({k.shape[2]})")
+    if q.shape[-2] % k.shape[-2]:
+        fail(f"heads ({q.shape[-2]}) must be a multiple of heads_kv ({k.shape[-2]})")
 
 
-def check_layout(**tensors) -> None:
-    """What kernels need beyond a valid problem: plain tensors, unit last stride, 16-byte rows."""
+def check_plain(**tensors) -> None:
+    """Kernels read memory: no subclass that stands for something else."""
     for name, t in tensors.items():
         if type(t) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(
                 f"{name} is a {type(t).__module__}.{type(t).__qualname__}; kernels take "
                 "plain torch tensors only; use backend='reference'"
             )
+
+
+def check_layout(**tensors) -> None:
+    """What kernels need beyond a valid problem: plain tensors, unit last stride, 16-byte rows."""
+    check_plain(**tensors)
     faults = [fault for name, t in tensors.items() for fault in _layout_faults(name, t)]
     if faults:
         raise ArgumentError(

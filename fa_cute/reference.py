@@ -143,3 +143,44 @@ def gradients(
     dq = torch.einsum("bhrqk,bkhd->bqhrd", ds, k).flatten(2, 3) * scale
     dk = torch.einsum("bhrqk,bqhrd->bkhd", ds, q.unflatten(2, groups)) * scale
     return dq, dk, dv
+
+
+def attention_of_sequences(q, k, v, sequences, *args, dtype=torch.float32, **options):
+    """`attention` of each sequence by itself, rows of all of them one after the other.
+
+    Args:
+        q, k, v: (rows, heads, head_dim), (rows, heads_kv, head_dim / head_dim_v).
+        sequences: (offset_q, len_q, offset_k, len_k) of each.
+        args, dtype, options: as in `attention`.
+
+    Returns:
+        out (rows, heads, head_dim_v), lse (heads, rows); 0 and -inf in rows of no sequence.
+    """
+    dtype = q.dtype if dtype is None else dtype
+    out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=wide)
+    for rows_q, rows_k in _rows(sequences):
+        own = (q[rows_q][None], k[rows_k][None], v[rows_k][None])
+        part, part_lse = attention(*own, *args, dtype=dtype, **options)
+        out[rows_q], lse[:, rows_q] = part[0], part_lse[0]
+    return out, lse
+
+
+def gradients_of_sequences(dout, q, k, v, sequences, *args, dlse=None, **options):
+    """`gradients` of each sequence by itself, ``dlse`` (heads, rows); 0 in rows of no sequence."""
+    dtype = options.get("dtype", torch.float64)
+    found = tuple(t.new_zeros(t.shape, dtype=dtype) for t in (q, k, v))
+    for rows_q, rows_k in _rows(sequences):
+        own = (dout[rows_q][None], q[rows_q][None], k[rows_k][None], v[rows_k][None])
+        of_lse = None if dlse is None else dlse[None, :, rows_q]
+        parts = gradients(*own, *args, dlse=of_lse, **options)
+        for whole, rows, part in zip(found, (rows_q, rows_k, rows_k), parts, strict=True):
+            whole[rows] = part[0]
+    return found
+
+
+def _rows(sequences):
+    """Rows of q and of k of each sequence; at least of an empty one, which autograd sees too."""
+    for offset_q, len_q, offset_k, len_k in sequences or [(0, 0, 0, 0)]:
+        yield slice(offset_q, offset_q + len_q), slice(offset_k, offset_k + len_k)

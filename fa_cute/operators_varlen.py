@@ -1,0 +1,305 @@
+"""``torch.ops.fa_cute.varlen_*``: the operators for sequences that lie one after the other.
+
+    varlen_fwd, varlen_bwd          return new tensors; varlen_fwd differentiates once
+    varlen_fwd_out, varlen_bwd_out  fill tensors that the caller holds; not recorded by autograd
+
+q, out and their gradients are (total_q, heads, head_dim), k and v (total_k, heads_kv, head_dim),
+lse (heads, total_q). Where the sequences lie is in four int32 tensors, which nobody on the host
+reads, so neither a synchronisation nor a compile depends on them (`lengths.Lengths`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from . import dispatch
+from .dispatch import wants_determinism
+from .errors import ArgumentError, UnsupportedError
+from .lengths import Lengths
+from .operators import (
+    BWD_INPUTS,
+    KEYS,
+    OPTIONS,
+    below_autograd,
+    check_like,
+    library,
+    nobody_watches,
+    refuse_tangents,
+    stands_in,
+    transforming,
+    window_sides,
+)
+from .problem import check_layout, check_tensors, describe
+
+_LENGTHS = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None"
+)
+SCHEMAS = (
+    f"varlen_fwd(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {OPTIONS}, "
+    "bool? deterministic=None, str backend='auto') -> (Tensor out, Tensor lse)",
+    f"varlen_fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, {_LENGTHS}, "
+    f"{OPTIONS}, str backend='auto') -> ()",
+    f"varlen_bwd({BWD_INPUTS}=None, {_LENGTHS}, {OPTIONS}, bool deterministic=False, "
+    "str backend='auto') -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"varlen_bwd_out({BWD_INPUTS}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_LENGTHS}, "
+    f"{OPTIONS}, bool deterministic=False, str backend='auto') -> ()",
+)
+for _schema in SCHEMAS:
+    library.define(_schema)
+_fwd = torch.ops.fa_cute.varlen_fwd.default
+_fwd_out = torch.ops.fa_cute.varlen_fwd_out.default
+_bwd = torch.ops.fa_cute.varlen_bwd.default
+_bwd_out = torch.ops.fa_cute.varlen_bwd_out.default
+_DEFAULTS = (None, None, None, None, None, False, -1, -1)  # of lengths and options
+
+
+def _given(args: tuple, *last) -> tuple:
+    """Lengths, and options with their defaults: (softmax_scale, causal, left, right, *last)."""
+    args = (*args, *(*_DEFAULTS, *last)[len(args) :])
+    return Lengths(*args[:4]), args[4:]
+
+
+def _run_fwd(q, k, v, *args):
+    lengths, (*options, _, backend) = _given(args, None, "auto")
+    call = dispatch.call_of(q, k, v, (*options, backend), lengths)
+    out, lse = call.outputs(q)
+    call.forward(q, k, v, out, lse, lengths)
+    return out, lse
+
+
+def _run_fwd_out(q, k, v, out, lse, *args):
+    lengths, options = _given(args, "auto")
+    call = dispatch.call_of(q, k, v, tuple(options), lengths)
+    check_like(_results(call, q), out=out, lse=lse)
+    check_layout(out=out)
+    call.forward(q, k, v, out, lse, lengths)
+
+
+def _run_bwd(dout, q, k, v, out, lse, dlse=None, *args):
+    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    _differentiate((q, k, v, out, lse), dout, dlse, args, grads)
+    return grads
+
+
+def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *args):
+    check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
+    check_layout(dq=dq, dk=dk, dv=dv)
+    _differentiate((q, k, v, out, lse), dout, dlse, args, (dq, dk, dv))
+
+
+def _differentiate(saved, dout, dlse, args, grads) -> None:
+    lengths, (*options, deterministic, backend) = _given(args, False, "auto")
+    q, k, v, out, lse = saved
+    call = dispatch.call_of(q, k, v, (*options, backend), lengths)
+    of_out, of_lse = _results(call, q)
+    check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
+    if dlse is not None and dlse.shape != lse.shape:
+        raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
+    call.require_gradient(deterministic)
+    call.backward(saved, dout, dlse, deterministic, grads, lengths)
+
+
+def _results(call, q):
+    """Shape and dtype of out and of lse."""
+    p = call.problem
+    out = (p.seqlen_q, p.heads, p.head_dim_v)
+    return (out, q.dtype), ((p.heads, p.seqlen_q), torch.float32)
+
+
+def _fake_fwd(q, k, v, *args, **named):
+    check_tensors(q, k, v, packed=(True, True))
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _fake_bwd(dout, q, k, v, *rest, **named):
+    check_tensors(q, k, v, packed=(True, True))
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _fake_nothing(*args, **named):
+    return None
+
+
+class VarlenAttn(torch.autograd.Function):
+    """The kernels' place in autograd."""
+
+    @staticmethod
+    def forward(q, k, v, cu_q, cu_k, used_q, used_k, options):
+        lengths = (cu_q, cu_k, used_q, used_k)
+        if nobody_watches(q, k, v):
+            return _run_fwd(q, k, v, *lengths, *options)
+        with below_autograd():
+            return _fwd(q, k, v, *lengths, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *lengths, ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output, *lengths)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 8
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        grads = _gradients(dout, q, k, v, out, lse, dlse, *lengths, *ctx.options)
+        return *grads, None, None, None, None, None
+
+
+class VarlenGradients(torch.autograd.Function):
+    """The backward as a node of a graph: it has no derivative, and says so."""
+
+    @staticmethod
+    def forward(*inputs):
+        with below_autograd():
+            return _bwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UnsupportedError(
+            "the gradients of flash_attn_varlen_func cannot be differentiated twice; "
+            "backend='reference' can be, any number of times"
+        )
+
+
+def _gradients(*inputs):
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
+    ):
+        return VarlenGradients.apply(*inputs)
+    with below_autograd():
+        return _bwd(*inputs)
+
+
+def _autograd_fwd(q, k, v, *args):
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v)
+    if dispatch.wants_grad(q, k, v):
+        lengths, (*options, deterministic, backend) = _given(args, None, "auto")
+        options = (*options, wants_determinism(deterministic), backend)
+        return VarlenAttn.apply(q, k, v, *lengths.tensors, options)
+    with below_autograd():
+        return _fwd(q, k, v, *args)
+
+
+_apply = super(torch.autograd.Function, VarlenAttn).apply  # without a look at signatures
+
+
+def attention(q, k, v, lengths: Lengths, options: tuple):
+    """``torch.ops.fa_cute.varlen_fwd`` as the dispatcher would run it, in less host time.
+
+    ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
+    """
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v)
+    if not dispatch.wants_grad(q, k, v):
+        if nobody_watches(q, k, v):
+            return _run_fwd(q, k, v, *lengths.tensors, *options)
+        with below_autograd():
+            return _fwd(q, k, v, *lengths.tensors, *options)
+    *rest, deterministic, backend = options
+    deterministic = wants_determinism(deterministic)
+    options = (*rest, deterministic, backend)
+    if not stands_in(q):
+        dispatch.call_of(q, k, v, (*rest, backend), lengths).require_gradient(deterministic)
+    apply = VarlenAttn.apply if transforming() else _apply
+    return apply(q, k, v, *lengths.tensors, options)
+
+
+def flash_varlen_fwd(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    out=None,
+    lse=None,
+    backend="auto",
+):
+    """out and lse, in tensors of the caller where given; autograd records nothing.
+
+    Args:
+        q, k, v: (total_q, heads, head_dim), (total_k, heads_kv, head_dim / head_dim_v).
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `fa_cute.flash_attn_varlen_func`;
+            without cu_seqlens the rows are those of a padded batch, batch * seqlen of them.
+        softmax_scale, causal, window_size, backend: as in `fa_cute.flash_attn_func`.
+        out: (total_q, heads, head_dim_v) like q, rows aligned to 16 bytes.
+        lse: (heads, total_q) float32, contiguous.
+    """
+    left, right = window_sides(window_size)
+    if out is None or lse is None:
+        new_out, new_lse = _fake_fwd(q, k, v)
+        out, lse = new_out if out is None else out, new_lse if lse is None else lse
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    with torch.no_grad():
+        _fwd_out(q, k, v, out, lse, *lengths, softmax_scale, causal, left, right, backend)
+    return out, lse
+
+
+def flash_varlen_bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    dlse=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    dq=None,
+    dk=None,
+    dv=None,
+    deterministic=None,
+    backend="auto",
+):
+    """dq, dk, dv of `flash_varlen_fwd`, in tensors of the caller where given.
+
+    Arguments as in `flash_bwd` and `flash_varlen_fwd`; rows of no sequence get 0.
+    """
+    left, right = window_sides(window_size)
+    grads = [
+        t.new_empty(t.shape) if grad is None else grad for grad, t in zip((dq, dk, dv), (q, k, v))
+    ]
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = (softmax_scale, causal, left, right, wants_determinism(deterministic), backend)
+    with torch.no_grad():
+        _bwd_out(dout, q, k, v, out, lse, dlse, *grads, *lengths, *options)
+    return tuple(grads)
+
+
+def _register() -> None:
+    for name, run, fake in (
+        ("varlen_fwd", _run_fwd, _fake_fwd),
+        ("varlen_fwd_out", _run_fwd_out, _fake_nothing),
+        ("varlen_bwd", _run_bwd, _fake_bwd),
+        ("varlen_bwd_out", _run_bwd_out, _fake_nothing),
+    ):
+        for key in KEYS:
+            library.impl(name, run, key)
+        torch.library.register_fake(f"fa_cute::{name}", fake, lib=library)
+    library.impl("varlen_fwd", _autograd_fwd, "Autograd")
+    library.impl("varlen_bwd", _gradients, "Autograd")
+
+
+_register()
