@@ -131,6 +131,16 @@ def arrive_elected(barrier, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def unknown_zero(*, loc=None, ip=None) -> Int32:
+    """0 in a converged warp: the elected lane's number shifted out, which no compiler sees.
+
+    What is computed with it is computed here, not ahead of a loop where it would hold registers.
+    """
+    text = "{\n.reg .pred leader;\nelect.sync $0|leader, -1;\nshr.u32 $0, $0, 5;\n}"
+    return Int32(_asm(T.i32(), [], text, "=r", volatile=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def tcgen05_fence_before(*, loc=None, ip=None) -> None:
     """Order this thread's finished tensor-memory accesses before the arrive that follows."""
     _asm(None, [], "tcgen05.fence::before_thread_sync;", "", volatile=True, loc=loc, ip=ip)

@@ -29,6 +29,7 @@ def _functions(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, out: cute.Tensor,
         out[5, i] = second
         bits[0, i] = ptx.low_ones(Int32(i) - 8)
         bits[1, i] = ptx.high_ones(Int32(i) - 8)
+        bits[2, i] = ptx.unknown_zero()
         ptx.tcgen05_fence_before()
         ptx.tcgen05_fence_after()
 

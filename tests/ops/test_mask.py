@@ -7,7 +7,17 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.ops.mask import Band, Blocks, causal, full, kv_blocks, q_blocks, visits, window
+from fa_cute.ops.mask import (
+    Band,
+    Blocks,
+    causal,
+    full,
+    kv_blocks,
+    q_blocks,
+    spans,
+    visits,
+    window,
+)
 
 lengths = st.integers(1, 60)
 tiles = st.sampled_from((1, 3, 4, 8, 16))
@@ -96,10 +106,10 @@ def test_kv_blocks(
 @checked
 @given(masks, lengths, lengths, tiles, tiles, st.booleans())
 def test_q_blocks(
-    mask: Band, seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, tails: bool
+    mask: Band, seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, tail_rows: bool
 ) -> None:
     for n in range(-(-seqlen_k // tile_n)):
-        blocks = q_blocks(mask, n, tile_m, tile_n, seqlen_q, seqlen_k, tails)
+        blocks = q_blocks(mask, n, tile_m, tile_n, seqlen_q, seqlen_k, tail_rows)
         assert_ordered(blocks, -(-seqlen_q // tile_m))
         keys = lines(n, tile_n, seqlen_k)
         seen = {
@@ -117,9 +127,13 @@ def test_q_blocks(
                 for q in lines(m, tile_m, seqlen_q)
                 for k in keys
             )
-            and (not tails or ((m + 1) * tile_m <= seqlen_q and (n + 1) * tile_n <= seqlen_k))
+            and (n + 1) * tile_n <= seqlen_k
+            and (not tail_rows or (m + 1) * tile_m <= seqlen_q)
         }
         assert unmasked == set(range(blocks.full_lo, blocks.full_hi))
+        parts = spans(mask, blocks, tail_rows)
+        assert [m for lo, hi, _ in parts for m in range(lo, hi)] == sorted(seen)
+        assert {m for lo, hi, masked in parts if not masked for m in range(lo, hi)} == unmasked
 
 
 @checked

@@ -61,12 +61,13 @@ def values():
     a[256:] = 1 + g.random(n - 256, dtype=np.float32)
     b[256:] = MAGIC + np.round(g.uniform(-100, 100, n - 256)).astype(np.float32)
     out = torch.full((6, n), math.nan)
-    bits = torch.zeros(2, n, dtype=torch.int32)
+    bits = torch.full((3, n), -1, dtype=torch.int32)
     ptx = run("functions", *(torch.from_numpy(x) for x in (a, b, c)), out, bits)
     names = ("max3", "add_exponent", "ex2_ftz", "lg2_ftz", "exp2_x", "exp2_y")
     made = dict(zip(names, out.numpy(), strict=True)) | {
         "low_ones": bits[0].numpy(),
         "high_ones": bits[1].numpy(),
+        "unknown_zero": bits[2].numpy(),
     }
     return {"a": a, "b": b, "c": c, "ptx": ptx} | made
 
@@ -109,6 +110,10 @@ def test_words_of_ones(values):
     np.testing.assert_array_equal(values["low_ones"].view(np.uint32), want)
     want = [0xFFFFFFFF << k & 0xFFFFFFFF if 0 <= k < 32 else 0 for k in n]
     np.testing.assert_array_equal(values["high_ones"].view(np.uint32), want)
+
+
+def test_the_unknown_zero_is_zero(values):
+    assert not values["unknown_zero"].any()
 
 
 def test_fences_are_emitted_once(values):

@@ -50,15 +50,13 @@ class Compute:
         lane = Lane(team, thread, cutlass.select_(key < cx.seqlen_k, Int32(q_lo), Int32(NO_ROW)))
         s, dp = pipes.mma_s.lane_consumer(0), pipes.mma_dp.lane_consumer(0)
         lse, delta = pipes.load_lse.make_consumer(), pipes.load_delta.make_consumer()
-        blocks = cx.q_blocks()
+        spans = cx.spans()
         ends = (s, dp, lse, delta)
-        for m_block in cutlass.range(blocks.lo, blocks.full_lo, unroll=1):
-            ends = self.block(cx, lane, m_block, ends, True)
-        for m_block in cutlass.range(blocks.full_lo, blocks.full_hi, unroll=1):
-            ends = self.block(cx, lane, m_block, ends, False)
-        for m_block in cutlass.range(blocks.full_hi, blocks.hi, unroll=1):
-            ends = self.block(cx, lane, m_block, ends, True)
-        self.epilogue.carry_out(cx, team, thread)
+        for i in cutlass.range_constexpr(len(spans)):
+            first, last, masked = spans[i]
+            for m_block in cutlass.range(first, last, unroll=1):
+                ends = self.block(cx, lane, m_block, ends, masked)
+        self.epilogue.carry_out(cx.anew(), team, thread)
         cx.barriers.tmem.arrive_and_wait()  # mma may free the tensor memory
 
     @cute.jit

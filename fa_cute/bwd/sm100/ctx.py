@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
-from ...ops import mask, umma
+from ...ops import mask, rows, umma
 from ...ops.arith import ceil_div
 from ...sched import Tile
 from ..args import BwdSpec
@@ -154,6 +154,12 @@ class BwdCtx:
     tile: Tile  # of the cluster
     rank: Any  # of this CTA in it; 0 where it is alone
 
+    def anew(self) -> BwdCtx:
+        """The same with the tile found once more: not alive, or spilled, in the loop before."""
+        index = rows.pinned(Int32(cute.arch.block_idx()[0]))
+        tile = self.g.order.start(index, cute.arch.grid_dim()[0], self.cfg.ctas).tile()
+        return replace(self, tile=tile)
+
     @property
     def seqlen_q(self):
         return self.g.seqlen_q
@@ -178,9 +184,13 @@ class BwdCtx:
     def q_blocks(self) -> mask.Blocks:
         """Query blocks of this cluster, at least one, and which of them need no element mask."""
         c = self.cfg
-        return mask.q_blocks(
-            self.mask, self.tile.n_block, c.tile_m, c.cluster_n, self.seqlen_q, self.seqlen_k
-        )
+        n_block, lengths = self.tile.n_block, (self.seqlen_q, self.seqlen_k)
+        # Rows past the end have LSE +inf: their P and dS are 0 by themselves.
+        return mask.q_blocks(self.mask, n_block, c.tile_m, c.cluster_n, *lengths, tail_rows=False)
+
+    def spans(self) -> tuple:
+        """The same in order, as parts with an element mask and without one."""
+        return mask.spans(self.mask, self.q_blocks(), tail_rows=False)
 
     def kv_blocks(self, m_block) -> mask.Blocks:
         """Clusters' blocks of keys that add to a dQ tile."""

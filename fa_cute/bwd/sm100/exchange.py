@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...ops import cluster, epilogue
+from ...ops import cluster, epilogue, ptx
 from .ctx import BwdCtx
 
 PIECE = 8  # 16-bit elements of a 16-byte store
@@ -41,7 +41,8 @@ class Exchange:
         """This team's part of a key's row of dS."""
         s, n = cx.smem.operand("dS rows"), cx.cfg.tile_n
         row = epilogue.swizzled_row(s, cx.smem.layouts["dS rows"], cx.rank * n + thread)
-        there = cluster.map_address(row.address, team) - row.address
+        # A zero that nobody knows: each address takes two registers, and would be kept in them.
+        there = cluster.map_address(row.address, team) - row.address + ptx.unknown_zero()
         element = cx.products.element
         for j in cutlass.range_constexpr(cute.size(x.shape) // PIECE):
             piece = cute.make_rmem_tensor(PIECE, element)

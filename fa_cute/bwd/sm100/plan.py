@@ -304,6 +304,6 @@ def config(spec: BwdSpec, arch: archs.Arch) -> BwdConfig:
         **{
             64: {"reduce_regs": 112, "compute_regs": 160},
             96: {"reduce_regs": 144, "compute_regs": 144},
-            128: {"ctas": 2, "q_stages": 1, "reduce_regs": 128, "compute_regs": 152},
+            128: {"ctas": 2, "q_stages": 1, "reduce_regs": 96, "compute_regs": 168},
         }[spec.head_dim],
     )
