@@ -46,7 +46,10 @@ RULES = (
     Rule("sched.varlen_prepare", (*BASE, *PURE_OPS, "sched"), ("cutlass",)),
     Rule("sched.varlen_sides", (*BASE, *PURE_OPS), ("cutlass",)),
     # Plans and arguments are read by tables and the command line: no DSL behind them.
-    *(Rule(name, PURE, lazy=("cutlass",)) for name in ("fwd.args", "bwd.args", "bwd.chunks")),
+    *(
+        Rule(name, PURE, lazy=("cutlass",))
+        for name in ("fwd.args", "bwd.args", "bwd.blocks", "bwd.chunks")
+    ),
     *(
         Rule(f"{way}.{sm}.plan", (*PURE, f"{way}.args", f"{way}.chunks"), lazy=("cutlass",))
         for way in ("fwd", "bwd")
@@ -58,7 +61,7 @@ RULES = (
     *(
         Rule(
             f"bwd.{sm}",
-            (*KERNEL, "bwd.args", "bwd.chunks", "bwd.preprocess", "bwd.postprocess"),
+            (*KERNEL, "bwd.args", "bwd.call", "bwd.chunks"),
             ("cutlass", "cuda"),
         )
         for sm in ARCHES

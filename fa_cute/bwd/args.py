@@ -18,6 +18,8 @@ from typing import Any
 
 from fa_cute.ops import mask
 from fa_cute.ops.arith import ceil_div
+from fa_cute.sched.spt import descends
+from fa_cute.sched.varlen import Work
 
 # Sections of the workspace start on a multiple of this: 128 bytes, a line of L2.
 ALIGN_FLOATS = 32
@@ -50,6 +52,16 @@ class BwdSpec:
         return self.qhead_per_kvhead > 1
 
 
+def work(cfg: Any, spec: BwdSpec, keys: int) -> Work:
+    """How the main kernel cuts a call into tiles: ``keys`` of a cluster, which reads Q, dO and dQ
+    of every query that sees them.
+    """
+    bytes_per_row = 2 * (cfg.head_dim + cfg.head_dim_v) + 4 * cfg.head_dim
+    # Longest first (causal: the first keys), unless an order is to be kept.
+    down = spec.deterministic and descends(spec.band(0, 0))
+    return Work("k", cfg.tile_m, keys, bytes_per_row, descending=down, owners=True)
+
+
 def _aligned(floats: Any) -> Any:
     return ceil_div(floats, ALIGN_FLOATS) * ALIGN_FLOATS
 
@@ -59,7 +71,8 @@ class Workspace:
     """Where each scratch array starts, in floats (counters are int32: the same four bytes).
 
     Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints
-    on the host, 64-bit DSL integers where it is traced.
+    on the host, 64-bit DSL integers where it is traced. Shapes are those of a dense batch; varlen
+    has (tiles of all sequences, heads, ...) instead of (batch, heads, tiles of one, ...).
     """
 
     lse: Any  # (batch, heads, rows_q) log2 units, +inf where a row sees nothing or does not exist
@@ -79,17 +92,29 @@ class Sizes:
     batch: Any
     heads: Any
     heads_kv: Any
-    seqlen_q: Any
+    seqlen_q: Any  # varlen: of all sequences together
     seqlen_k: Any
+
+
+def tiles(cfg: Any, spec: BwdSpec, n: Sizes) -> tuple[Any, Any]:
+    """Blocks of queries and of keys of one head, over the batch; varlen: no more than these."""
+    if spec.varlen:
+        cut = cfg.work(spec)
+        owners = cut.tiles("k", n.seqlen_k, n.batch)  # of a cluster's keys each
+        return cut.tiles("q", n.seqlen_q, n.batch), owners * getattr(cfg, "ctas", 1)
+    return (
+        n.batch * ceil_div(n.seqlen_q, cfg.tile_m),
+        n.batch * ceil_div(n.seqlen_k, cfg.tile_n),
+    )
 
 
 def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head
     dims).
     """
-    num_m, num_n = ceil_div(n.seqlen_q, cfg.tile_m), ceil_div(n.seqlen_k, cfg.tile_n)
-    rows_q = n.batch * n.heads * num_m * cfg.tile_m
-    rows_k = n.batch * n.heads_kv * num_n * cfg.tile_n if spec.shares_kv else 0
+    num_m, num_n = tiles(cfg, spec, n)
+    rows_q = n.heads * num_m * cfg.tile_m
+    rows_k = n.heads_kv * num_n * cfg.tile_n if spec.shares_kv else 0
     lse = 0
     delta = lse + _aligned(rows_q)
     dq = delta + _aligned(rows_q)
@@ -97,9 +122,9 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dv = dk + _aligned(rows_k * cfg.head_dim)
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
     # CTAs of a pair add to different rows of a dQ tile, each in its own order.
-    counts_q = n.batch * n.heads * num_m * getattr(cfg, "ctas", 1)
+    counts_q = n.heads * num_m * getattr(cfg, "ctas", 1)
     dkv_count = dq_count + (_aligned(counts_q) if spec.deterministic else 0)
-    counts_kv = n.batch * n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
+    counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, dkv_count + _aligned(counts_kv))
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32
 
+from fa_cute.bwd.blocks import Cut
 from fa_cute.bwd.preprocess import VECTOR, vector_of
-from fa_cute.ops.arith import ceil_div
 
 # Elements between rows in shared memory: 16 bytes, so that a column of rows spreads over the banks.
 PAD = 8
@@ -23,31 +23,39 @@ PAD = 8
 class BwdPostprocess:
     """One tile of one head a CTA, 128 threads for each of its chunks."""
 
+    cut: Cut
     chunks: object  # Chunks
     head_dim: int  # columns that exist; the tile may have more
 
     @cute.jit
-    def __call__(self, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32, stream):
-        b, s, h, _ = mOut.shape
+    def __call__(self, call, name: str, mOut: cute.Tensor, scale: Float32, stream):
+        """``call``: `call.Call`; ``name``: of the accumulator, in its workspace."""
+        blocks = call.blocks(self.cut.side)
+        heads = call.shape.heads if self.cut.side == "q" else call.shape.heads_kv
         # A grid has room for many batches in its first dimension only.
-        grid = (ceil_div(s, self.chunks.rows) * b, h, 1)
-        self.kernel(accumulator, mOut, scale).launch(
+        grid = (blocks.count(self.cut, call.shape.batch), heads, 1)
+        self.kernel(blocks, call.section(name), mOut, scale).launch(
             grid=grid, block=(128 * self.chunks.num, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+    def kernel(self, blocks, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+        index, head, _ = cute.arch.block_idx()
+        block = blocks.at(index, self.cut)
+        if block.valid:
+            self.tile(block, head, accumulator, mOut, scale)
+
+    @cute.jit
+    def tile(self, block, head, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+        """Fragments -> shared memory -> rows."""
         c = self.chunks
         tidx = cute.arch.thread_idx()[0]
-        index, head, _ = cute.arch.block_idx()
-        blocks = ceil_div(mOut.shape[1], c.rows)
-        block, batch = index % blocks, index // blocks
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_layout((c.rows, c.cols), stride=(c.cols + PAD, 1))
         sOut = smem.allocate_tensor(mOut.element_type, layout, 128)
 
         chunk, t = tidx // 128, tidx % 128
-        tile = Int64(block) + blocks * (Int64(head) + Int64(mOut.shape[2]) * batch)
+        tile = self.number(block, head)
         source = accumulator + (tile * (c.rows * c.cols) + chunk * c.chunk_floats + t * 4)
         row, col = c.origin(chunk, t)
         values = cute.make_rmem_tensor(cute.make_layout((4, c.vectors)), Float32)
@@ -62,20 +70,28 @@ class BwdPostprocess:
                 at = (sOut.iterator + layout((row + rows, col + cols))).align(2 * count)
                 cute.autovec_copy(run, cute.make_tensor(at, cute.make_layout(count)))
         cute.arch.sync_threads()
-        self.write(sOut, mOut, (batch, block, head))
+        self.write(sOut, block.lengths.plain(mOut, self.cut.side, head), block)
+
+    def number(self, block, head):
+        """Of the tile among those in the accumulator."""
+        heads = cute.arch.grid_dim()[1]
+        if self.cut.side == "q":
+            return block.lengths.tile_q(block.number, head, heads, self.cut.rows)
+        ctas = self.cut.per_tile
+        return block.lengths.tile_k(block.number, head, heads, self.cut.rows, ctas)
 
     @cute.jit
-    def write(self, sOut, mOut, where):
+    def write(self, sOut, gOut, block):
         """Rows that exist, 16 bytes a thread, neighbours side by side."""
         c = self.chunks
-        batch, block, head = where
+        length = block.lengths.q if self.cut.side == "q" else block.lengths.k
         tidx = cute.arch.thread_idx()[0]
         threads, per_row = 128 * c.num, self.head_dim // VECTOR
         for i in cutlass.range_constexpr((c.rows * per_row + threads - 1) // threads):
             at = i * threads + tidx
             row, col = at // per_row, at % per_row * VECTOR
-            if row < c.rows and block * c.rows + row < mOut.shape[1]:
+            if row < c.rows and block.number * c.rows + row < length:
                 cute.autovec_copy(
                     vector_of(sOut, (row, col)),
-                    vector_of(mOut, (batch, block * c.rows + row, head, col)),
+                    vector_of(gOut, (block.number * c.rows + row, col)),
                 )

@@ -42,8 +42,10 @@ class Band:
 
     def q_limits(self, k: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
         """`q_bounds` as the band alone gives them: None where it has no limit, else maybe outside
-        of the tensor.
+        of the tensor. A mask that has its own `q_bounds` needs no limits beside them.
         """
+        if self.is_own:
+            return self.q_bounds(k, seqlen_q, seqlen_k)
         off = seqlen_k - seqlen_q
         first = None if self.right is None else k - off - self.right
         end = None if self.left is None else k - off + self.left + 1
@@ -52,7 +54,12 @@ class Band:
     @property
     def hides_keys(self) -> bool:
         """Whether there may be keys that no query sees, with any lengths above 0."""
-        return self.left is not None
+        return self.is_own or self.left is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a subclass says by itself which queries see a key."""
+        return type(self).q_bounds is not Band.q_bounds
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
         """Whether query ``q`` sees key ``k``."""

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ... import sched
 from ...ops import pipes, tmem, umma
-from ...ops.arith import ceil_div
 from ...ops.score import LOG2_E
-from ..args import BwdSpec, workspace
-from ..postprocess import BwdPostprocess
-from ..preprocess import BwdPreprocess, sizes_of
+from ..args import BwdSpec
+from ..call import Backward
 from .compute import Compute
 from .ctx import A_OPERANDS, DTYPES, BwdCtx, Globals, Products, Smem
 from .epilogue import Add, Store
@@ -35,68 +33,12 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class BwdSm100:
-    """The whole backward of one call: preprocess, main kernel, postprocess.
+class BwdSm100(Backward):
+    """The whole backward of one call."""
 
-    ``__call__(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale, stream)``: tensors as the
-    user holds them, ``dlse`` may be None, ``work`` is `args.workspace_floats` fp32 elements,
-    uninitialised.
-    """
-
-    cfg: BwdConfig
-    spec: BwdSpec
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdO: cute.Tensor,
-        mdLSE: cute.Tensor | None,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mWork: cute.Tensor,
-        softmax_scale: Float32,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        cu_q: cute.Tensor | None,
-        cu_k: cute.Tensor | None,
-        used_q: cute.Tensor | None,
-        used_k: cute.Tensor | None,
-        mVarlen: cute.Tensor | None,
-        num_sms: Int32,
-        stream,
-    ):
-        c, spec = self.cfg, self.spec
-        BwdPreprocess(c, spec)(mQ, mK, mO, mdO, mLSE, mdLSE, mWork, stream)
-        Main(c, spec)((mQ, mK, mV, mdO), (mdK, mdV), mWork, softmax_scale, stream)
-        at = workspace(c, spec, sizes_of(mQ, mK))
-        BwdPostprocess(c.dq_chunks, spec.head_dim)(
-            section(mWork, at.dq), mdQ, softmax_scale, stream
-        )
-        if const_expr(spec.shares_kv):
-            BwdPostprocess(c.dk_chunks, spec.head_dim)(
-                section(mWork, at.dk), mdK, softmax_scale, stream
-            )
-            BwdPostprocess(c.dv_chunks, spec.head_dim_v)(
-                section(mWork, at.dv), mdV, Float32(1.0), stream
-            )
-
-
-def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
-    """Start of a section of the workspace."""
-    address = (mWork.iterator + offset).toint()
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-
-
-def as_tma(t: cute.Tensor, turned: bool = False) -> cute.Tensor:
-    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch), or as (d, seqlen, ...)."""
-    mode = [3, 1, 2, 0] if turned else [1, 3, 2, 0]
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=mode))
+    @property
+    def main(self):
+        return Main(self.cfg, self.spec)
 
 
 @dataclass(frozen=True)
@@ -107,17 +49,11 @@ class Main:
     spec: BwdSpec
 
     @cute.jit
-    def __call__(self, inputs, outputs, mWork: cute.Tensor, softmax_scale: Float32, stream):
-        """inputs: q, k, v, dout; outputs: dk, dv."""
+    def __call__(self, call, inputs, outputs, stream):
+        """``call``: `call.Call`; ``inputs``: q, k, v, dout; ``outputs``: dk, dv."""
         c = self.cfg
-        mQ, mK = inputs[0], inputs[1]
-        at = workspace(c, self.spec, sizes_of(mQ, mK))
-        seqlen_q, seqlen_k = mQ.shape[1], mK.shape[1]
-        space = sched.TileSpace(ceil_div(seqlen_k, c.cluster_n), mQ.shape[2], mQ.shape[0])
-        row_bytes = 2 * (c.head_dim + c.head_dim_v) + 4 * c.head_dim
-        order = sched.make(c.scheduler, space, seqlen_k=seqlen_q, kv_bytes_per_row=row_bytes)
-        g = self.globals(inputs, outputs, mWork, (at, order, softmax_scale))
-        self.kernel(g).launch(
+        order = call.order()
+        self.kernel(self.globals(call, inputs, outputs, order)).launch(
             grid=order.grid(cluster=c.ctas),
             block=(c.warps.threads, 1, 1),
             cluster=(c.ctas, 1, 1) if c.pair else None,
@@ -125,9 +61,8 @@ class Main:
             min_blocks_per_mp=1,
         )
 
-    def globals(self, inputs, outputs, mWork: cute.Tensor, rest) -> Globals:
+    def globals(self, call, inputs, outputs, order) -> Globals:
         """TMA views of the tensors, and the sections of the workspace."""
-        at, order, scale = rest
         c, spec = self.cfg, self.spec
         products = Products(c, DTYPES[spec.dtype])
         layouts = products.layouts()
@@ -145,42 +80,40 @@ class Main:
             make = helpers.make_tiled_tma_atom_B
             if use in A_OPERANDS:
                 make = helpers.make_tiled_tma_atom_A
-            g = as_tma(tensors[tensor], turned=use in TURNED)
+            g = call.tma_view(tensors[tensor], turned=use in TURNED)
             made = make(load, g, slot, products.tile(product), mma, cluster.shape)
             return made[0], made[1]
 
         def result(tensor, use, cols):
             slot = cute.select(layouts[use], mode=[0, 1])
-            made = cpasync.make_tiled_tma_atom(store, as_tma(tensor), slot, (c.tile_n, cols))
+            view = call.tma_view(tensor)
+            made = cpasync.make_tiled_tma_atom(store, view, slot, (c.tile_n, cols))
             return made[0], made[1]
 
         if spec.shares_kv:
-            tma_dk, mdK = None, section(mWork, at.dk)
-            tma_dv, mdV = None, section(mWork, at.dv)
+            tma_dk, mdK = None, call.section("dk")
+            tma_dv, mdV = None, call.section("dv")
         else:
             tma_dk, mdK = result(outputs[0], "dK rows", c.head_dim)
             tma_dv, mdV = result(outputs[1], "dV rows", c.head_dim_v)
-        batch, seqlen_q, heads, _ = q.shape
-        rows_q = ceil_div(seqlen_q, c.tile_m) * c.tile_m
-        rows = cute.make_layout((rows_q, heads, batch), stride=(1, rows_q, Int64(rows_q) * heads))
         return Globals(
             loads=tuple(operand(use) for use in c.loads),
             tma_dk=tma_dk,
             tma_dv=tma_dv,
             mdK=mdK,
             mdV=mdV,
-            mLse=cute.make_tensor(section(mWork, at.lse), rows),
-            mDelta=cute.make_tensor(section(mWork, at.delta), rows),
-            dq=section(mWork, at.dq),
-            dq_count=section(mWork, at.dq_count, Int32),
-            dkv_count=section(mWork, at.dkv_count, Int32),
+            mLse=call.per_row("lse"),
+            mDelta=call.per_row("delta"),
+            dq=call.section("dq"),
+            dq_count=call.section("dq_count", Int32),
+            dkv_count=call.section("dkv_count", Int32),
             order=order,
-            scale=scale,
-            scale_log2=scale * LOG2_E,
-            seqlen_q=seqlen_q,
-            seqlen_k=k.shape[1],
-            heads=heads,
-            heads_kv=k.shape[2],
+            scale=call.scale,
+            scale_log2=call.scale * LOG2_E,
+            seqlen_q=call.shape.seqlen_q,
+            seqlen_k=call.shape.seqlen_k,
+            heads=call.shape.heads,
+            heads_kv=call.shape.heads_kv,
         )
 
     @property

@@ -51,7 +51,8 @@ from ...plan import (
     WarpPlan,
     verify,
 )
-from ..args import BwdSpec
+from ...sched.varlen import Work
+from ..args import BwdSpec, work
 from ..chunks import PairChunks, RowChunks
 
 ELEMENT_BYTES = 2  # bf16, fp16
@@ -112,6 +113,10 @@ class BwdConfig:
     def cluster_n(self) -> int:
         """Keys of a cluster."""
         return self.ctas * self.tile_n
+
+    def work(self, spec: BwdSpec) -> Work:
+        """How a call is cut into tiles."""
+        return work(self, spec, self.cluster_n)
 
     @property
     def loads(self) -> tuple[str, ...]:

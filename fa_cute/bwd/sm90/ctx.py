@@ -10,13 +10,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
-from fa_cute.ops import mask
+from fa_cute.ops import mask, seqlen
 from fa_cute.plan import Via
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -100,13 +100,21 @@ class Globals:
     mdO: cute.Tensor
     mdK: Any  # TMA tensor; where kv heads are shared the fp32 accumulator (pointer)
     mdV: Any
-    mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units
+    mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units; varlen (rows, heads)
     mDelta: cute.Tensor
     dq: cute.Pointer  # fp32 accumulator
     dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
     dkv_count: cute.Pointer
+    records: Any  # varlen: of the sequences; else None
     window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
     window_right: Any
+
+    @property
+    def seqlens(self):
+        """Lengths, and where rows lie."""
+        if self.records is not None:
+            return seqlen.Varlen(self.records)
+        return seqlen.Dense(self.mQ.shape[0], self.mK.shape[0])
 
 
 @dataclass(frozen=True)
@@ -121,14 +129,21 @@ class BwdCtx:
     mmas: Mmas
     writer: Any
     tile: Any
-    seqlen_q: Int32
-    seqlen_k: Int32
+    lengths: Any  # of the tile's batch element, as `ops.seqlen` gives them
     scale: Float32
     scale_log2: Float32
 
     @property
     def mask(self) -> mask.Band:
         return self.spec.band(self.g.window_left, self.g.window_right)
+
+    @property
+    def seqlen_q(self):
+        return self.lengths.q
+
+    @property
+    def seqlen_k(self):
+        return self.lengths.k
 
     @property
     def n_block(self):
@@ -145,20 +160,15 @@ class BwdCtx:
             self.mask, self.n_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k
         )
 
-    def num_blocks(self, seqlen, tile: int):
-        return (seqlen + tile - 1) // tile
-
     def dq_tile(self, m_block):
         """Number of a dQ tile in the accumulator, 64 bits."""
-        num_m = self.num_blocks(self.seqlen_q, self.cfg.tile_m)
         heads = self.g.mQ.shape[2]
-        return (Int64(self.tile.batch) * heads + self.tile.head) * num_m + m_block
+        return self.lengths.tile_q(m_block, self.tile.head, heads, self.cfg.tile_m)
 
     def dkv_tile(self):
         """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
-        num_n = self.num_blocks(self.seqlen_k, self.cfg.tile_n)
         heads = self.g.mK.shape[2]
-        return (Int64(self.tile.batch) * heads + self.head_kv) * num_n + self.n_block
+        return self.lengths.tile_k(self.n_block, self.head_kv, heads, self.cfg.tile_n)
 
     def barrier_id(self, name: str) -> int:
         return self.cfg.topology.barrier_id(name)

@@ -50,9 +50,9 @@ class Gradient:
 
     def to_global(self, cx: BwdCtx):
         """One TMA store; rows past the end of the tensor are not written."""
-        (atom, tensor), chunks, tile = self.target(cx), self.chunks(cx), cx.tile
-        box = (chunks.rows, chunks.cols)
-        g = cute.local_tile(tensor[None, None, tile.head, tile.batch], box, (cx.n_block, 0))
+        (atom, tensor), chunks = self.target(cx), self.chunks(cx)
+        rows, box = cx.lengths.rows(tensor, "k", cx.tile.head), (chunks.rows, chunks.cols)
+        g = cute.local_tile(rows, box, (cx.n_block, 0))
         src, dst = cpasync.tma_partition(
             atom,
             0,

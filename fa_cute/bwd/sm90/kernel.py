@@ -10,9 +10,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from fa_cute import sched
-from fa_cute.bwd.args import BwdSpec, workspace
-from fa_cute.bwd.postprocess import BwdPostprocess
-from fa_cute.bwd.preprocess import BwdPreprocess, sizes_of
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.call import Backward
 from fa_cute.bwd.sm90.ctx import (
     DTYPES,
     BwdCtx,
@@ -29,7 +28,6 @@ from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.lockstep import Lockstep
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.roles import Keys, Values
-from fa_cute.ops.arith import ceil_div
 from fa_cute.ops.score import LOG2_E
 
 
@@ -42,79 +40,12 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class BwdSm90:
-    """The whole backward of one call: preprocess, main kernel, postprocess.
+class BwdSm90(Backward):
+    """The whole backward of one call."""
 
-    ``__call__(q, k, v, out, lse, dout, dlse, dq, dk, dv, work, scale, stream)``: tensors as the
-    user holds them, ``dlse`` may be None, ``work`` is `args.workspace_floats` fp32 elements,
-    uninitialised.
-    """
-
-    cfg: BwdSm90Config
-    spec: BwdSpec
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdO: cute.Tensor,
-        mdLSE: cute.Tensor | None,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mWork: cute.Tensor,
-        softmax_scale: Float32,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        cu_q: cute.Tensor | None,
-        cu_k: cute.Tensor | None,
-        used_q: cute.Tensor | None,
-        used_k: cute.Tensor | None,
-        mVarlen: cute.Tensor | None,
-        num_sms: Int32,
-        stream,
-    ):
-        c, spec = self.cfg, self.spec
-        BwdPreprocess(c, spec)(mQ, mK, mO, mdO, mLSE, mdLSE, mWork, stream)
-        window = (window_left, window_right)
-        Main(c, spec)((mQ, mK, mV, mdO), (mdK, mdV), mWork, (softmax_scale, window), stream)
-        at = workspace(c, spec, sizes_of(mQ, mK))
-        BwdPostprocess(c.dq_chunks, spec.head_dim)(
-            section(mWork, at.dq), mdQ, softmax_scale, stream
-        )
-        if const_expr(spec.shares_kv):
-            BwdPostprocess(c.dk_chunks, spec.head_dim)(
-                section(mWork, at.dk), mdK, softmax_scale, stream
-            )
-            BwdPostprocess(c.dv_chunks, spec.head_dim_v)(
-                section(mWork, at.dv), mdV, Float32(1.0), stream
-            )
-
-
-def section(mWork: cute.Tensor, offset, dtype=Float32) -> cute.Pointer:
-    """Start of a section of the workspace."""
-    address = (mWork.iterator + offset).toint()
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-
-
-def as_tma(tensor: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, d) as (seqlen, d, heads, batch); row strides are multiples of 16 bytes
-    by contract.
-    """
-    units = 128 // tensor.element_type.width
-    stride = tuple(s if isinstance(s, int) else cute.assume(s, divby=units) for s in tensor.stride)
-    order = (1, 3, 2, 0)
-    layout = cute.make_layout(
-        tuple(tensor.shape[i] for i in order), stride=tuple(stride[i] for i in order)
-    )
-    pointer = cute.make_ptr(
-        tensor.element_type, tensor.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16
-    )
-    return cute.make_tensor(pointer, layout)
+    @property
+    def main(self):
+        return Main(self.cfg, self.spec)
 
 
 @dataclass(frozen=True)
@@ -125,25 +56,20 @@ class Main:
     spec: BwdSpec
 
     @cute.jit
-    def __call__(self, inputs, outputs, mWork: cute.Tensor, numbers, stream):
-        """``numbers``: the scale, and (left, right) of the window."""
-        c, spec = self.cfg, self.spec
-        softmax_scale, window = numbers
-        mQ = inputs[0]
-        at = workspace(c, spec, sizes_of(mQ, inputs[1]))
-        seqlen_q, seqlen_k = mQ.shape[1], inputs[1].shape[1]
-        g = self.globals(inputs, outputs, mWork, (at, window))
-        space = sched.TileSpace(ceil_div(seqlen_k, c.tile_n), mQ.shape[2], mQ.shape[0])
-        row_bytes = 2 * (c.head_dim + c.head_dim_v) + 4 * c.head_dim
-        order = sched.make(c.scheduler, space, seqlen_k=seqlen_q, kv_bytes_per_row=row_bytes)
-        self.kernel(g, order, softmax_scale, softmax_scale * LOG2_E).launch(
-            grid=order.grid(), block=(c.warps.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+    def __call__(self, call, inputs, outputs, stream):
+        """``inputs``: q, k, v, dout; ``outputs``: dk, dv."""
+        order = call.order()
+        g = self.globals(call, inputs, outputs)
+        self.kernel(g, order, call.scale, call.scale * LOG2_E).launch(
+            grid=order.grid(),
+            block=(self.cfg.warps.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
-    def globals(self, inputs, outputs, mWork: cute.Tensor, rest) -> Globals:
+    def globals(self, call, inputs, outputs) -> Globals:
         """TMA views of the tensors, and the sections of the workspace."""
         c, spec = self.cfg, self.spec
-        at, window = rest
         layouts = Layouts(c, DTYPES[spec.dtype])
         boxes = {
             "sQ": (c.tile_m, c.head_dim),
@@ -153,20 +79,16 @@ class Main:
         }
 
         def tma(op, tensor, field):
-            made = cpasync.make_tiled_tma_atom(
-                op, as_tma(tensor), layouts.of(field, stages=False), boxes[field]
-            )
+            layout = layouts.of(field, stages=False)
+            made = cpasync.make_tiled_tma_atom(op, call.tma_view(tensor), layout, boxes[field])
             return made[0], made[1]
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = [tma(load, x, f) for x, f in zip(inputs, ("sQ", "sK", "sV", "sdO"), strict=True)]
         if spec.shares_kv:
-            stores = [(None, section(mWork, at.dk)), (None, section(mWork, at.dv))]
+            stores = [(None, call.section("dk")), (None, call.section("dv"))]
         else:
             stores = [tma(store, x, f) for x, f in zip(outputs, ("sK", "sV"), strict=True)]
-        b, sq, h, _ = inputs[0].shape
-        rows_q = ceil_div(sq, c.tile_m) * c.tile_m
-        rows = cute.make_layout((rows_q, h, b), stride=(1, rows_q, cutlass.Int64(rows_q) * h))
         (load_q, mQ), (load_k, mK), (load_v, mV), (load_do, mdO) = loads
         (store_dk, mdK), (store_dv, mdV) = stores
         return Globals(
@@ -182,13 +104,14 @@ class Main:
             mdO=mdO,
             mdK=mdK,
             mdV=mdV,
-            mLse=cute.make_tensor(section(mWork, at.lse), rows),
-            mDelta=cute.make_tensor(section(mWork, at.delta), rows),
-            dq=section(mWork, at.dq),
-            dq_count=section(mWork, at.dq_count, Int32),
-            dkv_count=section(mWork, at.dkv_count, Int32),
-            window_left=window[0],
-            window_right=window[1],
+            mLse=call.per_row("lse"),
+            mDelta=call.per_row("delta"),
+            dq=call.section("dq"),
+            dq_count=call.section("dq_count", Int32),
+            dkv_count=call.section("dkv_count", Int32),
+            records=call.lists.records if spec.varlen else None,
+            window_left=call.window[0],
+            window_right=call.window[1],
         )
 
     @property
@@ -227,6 +150,7 @@ class Main:
         pipes = build_pipes(c)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        tile = sched.here(order).tile()
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
@@ -235,16 +159,15 @@ class Main:
             pipes=pipes,
             mmas=make_mmas(c, DTYPES[self.spec.dtype]),
             writer=self.writer,
-            tile=sched.here(order).tile(),
-            seqlen_q=g.mQ.shape[0],
-            seqlen_k=g.mK.shape[0],
+            tile=tile,
+            lengths=g.seqlens.at(tile),
             scale=scale,
             scale_log2=scale_log2,
         )
-        if const_expr(cx.mask.hides_keys):
-            if cx.q_blocks().count > 0:
+        if const_expr(self.spec.varlen or cx.mask.hides_keys):
+            if tile.valid and cx.q_blocks().count > 0:
                 self.play(cx, warp)
-            else:
+            elif tile.valid:
                 self.epilogue.nothing(cx, warp)
         else:
             self.play(cx, warp)

@@ -20,21 +20,14 @@ class Load:
 
     @cute.jit
     def run(self, cx: BwdCtx):
-        c, g, s, tile = cx.cfg, cx.g, cx.smem, cx.tile
-        gK = cute.local_tile(
-            g.mK[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim), (cx.n_block, 0)
-        )
-        gV = cute.local_tile(
-            g.mV[None, None, cx.head_kv, tile.batch], (c.tile_n, c.head_dim_v), (cx.n_block, 0)
-        )
-        gQ = cute.local_tile(
-            g.mQ[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim), (None, 0)
-        )
-        gdO = cute.local_tile(
-            g.mdO[None, None, tile.head, tile.batch], (c.tile_m, c.head_dim_v), (None, 0)
-        )
-        gLse = cute.local_tile(g.mLse[None, tile.head, tile.batch], (c.tile_m,), (None,))
-        gDelta = cute.local_tile(g.mDelta[None, tile.head, tile.batch], (c.tile_m,), (None,))
+        c, g, s, head, of = cx.cfg, cx.g, cx.smem, cx.tile.head, cx.lengths
+        keys, queries = (cx.n_block, 0), (None, 0)
+        gK = cute.local_tile(of.rows(g.mK, "k", cx.head_kv), (c.tile_n, c.head_dim), keys)
+        gV = cute.local_tile(of.rows(g.mV, "k", cx.head_kv), (c.tile_n, c.head_dim_v), keys)
+        gQ = cute.local_tile(of.rows(g.mQ, "q", head), (c.tile_m, c.head_dim), queries)
+        gdO = cute.local_tile(of.rows(g.mdO, "q", head), (c.tile_m, c.head_dim_v), queries)
+        gLse = cute.local_tile(of.padded(g.mLse, head, c.tile_m), (c.tile_m,), (None,))
+        gDelta = cute.local_tile(of.padded(g.mDelta, head, c.tile_m), (c.tile_m,), (None,))
         tKsK, tKgK = partition(g.load_k, s.sK, gK)
         tVsV, tVgV = partition(g.load_v, s.sV, gV)
         tQsQ, tQgQ = partition(g.load_q, s.sQ, gQ)  # (TMA, STAGE), (TMA, M_BLOCK)

@@ -20,11 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa_cute.arch import Arch
-from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.args import BwdSpec, work
 from fa_cute.bwd.chunks import WGMMA_ROWS, Chunks
 from fa_cute.errors import PlanError, UnsupportedError
 from fa_cute.plan import Barrier, Edge, Role, SmemField, SmemPlan, Topology, Via, WarpPlan
 from fa_cute.sched.spt import descends
+from fa_cute.sched.varlen import Work
 
 ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
@@ -82,6 +83,10 @@ class BwdSm90Config:
             raise PlanError(
                 f"{self.smem.total} bytes of shared memory; {arch.name} has {arch.smem_bytes}"
             )
+
+    def work(self, spec: BwdSpec) -> Work:
+        """How a call is cut into tiles."""
+        return work(self, spec, self.tile_n)
 
     @property
     def by_role(self) -> bool:
@@ -212,7 +217,9 @@ def config(spec: BwdSpec) -> BwdSm90Config:
         if spec.head_dim > row["head_dim"] or spec.head_dim_v > row["head_dim_v"]:
             continue
         if spec.deterministic:
-            return BwdSm90Config(**row, scheduler="spt" if descends(spec.band()) else "ascending")
+            return BwdSm90Config(
+                **row, scheduler="spt" if descends(spec.band(0, 0)) else "ascending"
+            )
         return BwdSm90Config(**{**row, **UNORDERED.get(row["head_dim"], {})})
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "

@@ -1,0 +1,182 @@
+"""Sequences of different lengths in the Hopper backward: each as if it were alone, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fa_cute import compile, launch, reference, tune
+from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
+from fa_cute.sim import host
+
+from .. import tolerance
+from .test_sm90_sim import DTYPES, HOPPER, SCHEDULES, poisoned_outputs  # noqa: F401  (a fixture)
+
+pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+
+# Of queries and of keys: empty ones anywhere, ends inside a tile, several tiles.
+LENGTHS = ([0, 70, 1, 0, 200, 5, 64, 0], [3, 0, 1, 0, 150, 260, 128, 0])
+
+
+def starts(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+class Batch:
+    """Packed tensors; rows that no sequence uses are NaN, and so is what lies beside heads."""
+
+    def __init__(self, spec: BwdSpec, lengths=LENGTHS, window=(None, None), heads_kv=1, used=None):
+        self.spec, self.window = spec, window
+        self.used = lengths if used is None else used  # rows that count, of those there is room for
+        self.lengths = lengths
+        g, dtype = torch.Generator().manual_seed(7), DTYPES[spec.dtype]
+        heads, d, dv = heads_kv * spec.qhead_per_kvhead, spec.head_dim, spec.head_dim_v
+        self.starts = [starts(x) for x in lengths]
+        total_q, total_k = (int(s[-1]) + 3 for s in self.starts)
+
+        def packed(side, heads, d):
+            t = torch.full(((total_q, total_k)[side], heads, d + 8), math.nan, dtype=dtype)
+            for start, rows in zip(self.starts[side], self.used[side], strict=False):
+                t[start : start + rows, :, :d] = torch.randn(rows, heads, d, generator=g)
+            return t[..., :d]
+
+        self.q, self.k = packed(0, heads, d), packed(1, heads_kv, d)
+        self.v, self.dout = packed(1, heads_kv, dv), packed(0, heads, dv)
+        self.out = torch.full_like(self.dout, math.nan)
+        self.lse = torch.full((heads, total_q), math.nan)
+        self.dlse = torch.full_like(self.lse, math.nan)
+        self.how = {"causal": spec.causal, "window": window}
+        for rows_q, rows_k in self.sequences():
+            q, k, v = self.q[rows_q][None], self.k[rows_k][None], self.v[rows_k][None]
+            out, lse = reference.attention(q, k, v, **self.how)
+            self.out[rows_q], self.lse[:, rows_q] = out[0].to(dtype), lse[0]
+            self.dlse[:, rows_q] = torch.randn(lse[0].shape, generator=g)
+
+    def sequences(self):
+        """Rows of queries and of keys of each."""
+        for i in range(len(self.lengths[0])):
+            yield tuple(slice(int(s[i]), int(s[i]) + u[i]) for s, u in zip(self.starts, self.used))
+
+    def run(self):
+        """dq, dk, dv of the simulated kernels."""
+        spec = replace(self.spec, varlen=True)
+        cfg = tune.backward(spec, HOPPER)
+        used = [None if u is n else torch.tensor(u).int() for u, n in zip(self.used, self.lengths)]
+        lengths = (*self.starts, *used)
+        given = tuple(x is not None for x in lengths)
+        kernel = compile.get(compile.Request("backward", cfg, spec, HOPPER, True, given), "sim")
+        batch, heads, heads_kv = len(self.lengths[0]), self.q.shape[1], self.k.shape[1]
+        sizes = Sizes(batch, heads, heads_kv, self.q.shape[0], self.k.shape[0])
+        work = torch.empty(workspace_floats(cfg, spec, sizes))
+        room = cfg.work(spec).workspace(batch, self.q.shape[0], self.k.shape[0], heads).size
+        tiles = torch.full((room,), -(2**30), dtype=torch.int32)
+        grads = [torch.full(t.shape, math.nan, dtype=t.dtype) for t in (self.q, self.k, self.v)]
+        tensors = (self.q, self.k, self.v, self.out, self.lse, self.dout, self.dlse, *grads, work)
+        limits = tuple(x if given else None for x, given in zip(self.window, spec.window))
+        rest = launch.rest(spec.head_dim**-0.5, HOPPER.num_sms, limits, lengths, tiles)
+        launch._run(kernel, (*tensors, *rest), HOPPER, cfg)
+        return grads
+
+    def alone(self, rows_q, rows_k):
+        """dq, dk, dv of one sequence by the kernels of dense batches."""
+        batch = [t[r][None] for t, r in ((self.q, rows_q), (self.k, rows_k), (self.v, rows_k))]
+        rest = (self.out[rows_q][None], self.lse[None, :, rows_q].contiguous())
+        rest += (self.dout[rows_q][None], self.dlse[None, :, rows_q].contiguous())
+        problem = launch.AttnProblem.of(*batch, causal=self.spec.causal, window_size=self.window)
+        grads = [torch.full(t.shape, math.nan, dtype=t.dtype) for t in batch]
+        launch.backward((*batch, *rest), self.spec, problem, HOPPER, "sim", grads)
+        return [g[0] for g in grads]
+
+    def check(self, grads):
+        """Each sequence against float64; 0 where nothing comes from, in rows of no sequence."""
+        left = [torch.ones(g.shape[0], dtype=torch.bool) for g in grads]
+        for rows_q, rows_k in self.sequences():
+            inputs = (self.q[rows_q][None], self.k[rows_k][None], self.v[rows_k][None])
+            outer = {"dlse": self.dlse[None, :, rows_q]}
+            exact = reference.gradients(self.dout[rows_q][None], *inputs, **self.how, **outer)
+            theirs = reference.gradients(
+                self.dout[rows_q][None], *inputs, **self.how, **outer, dtype=self.q.dtype
+            )
+            for i, rows in enumerate((rows_q, rows_k, rows_k)):
+                got, left[i][rows] = grads[i][rows], False
+                if 0 in (rows_q.stop - rows_q.start, rows_k.stop - rows_k.start):
+                    assert (got == 0).all()
+                    continue
+                want = exact[i][0].nan_to_num(0.0)
+                bar = 2 * tolerance.worst(theirs[i][0].nan_to_num(0.0), want)
+                bar += tolerance.rounding(want, got.dtype) + 1e-5
+                error = tolerance.worst(got, want)
+                assert error <= bar, f"{['dq', 'dk', 'dv'][i]}: error {error:.3e}, bar {bar:.3e}"
+        for gradient, rest in zip(grads, left, strict=True):
+            assert (gradient[rest] == 0).all()
+
+
+def spec_of(head_dim, causal=False, ratio=1, det=False, window=(False, False), dtype="bf16"):
+    return BwdSpec(dtype, head_dim, head_dim, causal, ratio, det, window)
+
+
+@pytest.mark.parametrize(
+    ("spec", "window"),
+    [
+        (spec_of(64), (None, None)),
+        (spec_of(64, causal=True, ratio=2, det=True), (None, 0)),
+        (spec_of(128, causal=True, dtype="fp16"), (None, 0)),
+        (spec_of(128, ratio=2, window=(True, True)), (40, 30)),
+        (spec_of(256, causal=True), (None, 0)),
+    ],
+    ids=str,
+)
+def test_against_float64(spec, window):
+    batch = Batch(spec, window=window)
+    batch.check(batch.run())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_each_sequence_has_the_bits_of_a_dense_call(head_dim):
+    batch = Batch(spec_of(head_dim, causal=True, det=True))
+    grads = batch.run()
+    for rows_q, rows_k in batch.sequences():
+        if 0 in (rows_q.stop - rows_q.start, rows_k.stop - rows_k.start):
+            continue
+        for got, rows, want in zip(
+            grads, (rows_q, rows_k, rows_k), batch.alone(rows_q, rows_k), strict=True
+        ):
+            assert torch.equal(got[rows], want)
+
+
+def test_used_lengths():
+    """Rows that have room but do not count hold NaN, and their gradients are 0."""
+    used = ([0, 33, 1, 0, 200, 0, 64, 0], [3, 0, 0, 0, 129, 260, 100, 0])
+    batch = Batch(spec_of(64, causal=True), used=used)
+    batch.check(batch.run())
+
+
+@pytest.mark.parametrize("lengths", [([0, 0], [0, 0]), ([0, 0], [5, 0]), ([5], [0]), ([300], [7])])
+def test_all_empty_and_one_sequence(lengths):
+    batch = Batch(spec_of(64), lengths)
+    batch.check(batch.run())
+
+
+@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (128, 1)])
+def test_deterministic_bits_under_any_schedule(head_dim, ratio, monkeypatch):
+    lengths = ([130, 0, 300], [300, 10, 200])
+    batch = Batch(spec_of(head_dim, causal=True, ratio=ratio, det=True), lengths)
+    first = batch.run()
+    for schedule in SCHEDULES:
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        for a, b in zip(first, batch.run(), strict=True):
+            assert torch.equal(a, b), schedule
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+def test_no_deadlock_with_few_ctas_at_a_time(resident):
+    lengths = ([130, 0, 300], [300, 10, 400])
+    spec = spec_of(64, ratio=2, det=True, window=(True, True))
+    batch = Batch(spec, lengths, window=(250, 100))
+    with host.session(HOPPER, dsl=False, resident=resident):
+        limited = batch.run()
+    for a, b in zip(limited, batch.run(), strict=True):
+        assert torch.equal(a, b)
