@@ -82,10 +82,15 @@ def _sm100_forward() -> tuple[Row, ...]:
         ("sm_103a", 64): ("persistent", 184, 72),
         ("sm_103a", 128): ("persistent", 184, 72),
     }
-    emulated = {64: (8, 8), 96: (10, 16), 128: (10, 16)}  # period for full, for causal
+    emulated = {64: (8, 8), 96: (10, 16), 128: (10, 16), 192: (16, 16)}  # period: full, causal
     rows = []
     for arch in ("sm_100a", "sm_103a"):
-        for head_dim in (64, 96, 128):
+        for head_dim, head_dim_v, more in (
+            (64, 64, {}),
+            (96, 96, {}),
+            (128, 128, {}),
+            (192, 128, {"kv_parts": (3, 2), "o_over_q": True}),
+        ):
             for causal in (True, False):
                 period = emulated[head_dim][causal] if arch == "sm_100a" else 0
                 order, softmax, correction = ("lpt" if causal else "persistent", 192, 72)
@@ -94,14 +99,15 @@ def _sm100_forward() -> tuple[Row, ...]:
                 cfg = FwdSm100Config(
                     arch=arch,
                     head_dim=head_dim,
-                    head_dim_v=head_dim,
+                    head_dim_v=head_dim_v,
                     softmax_regs=softmax,
                     correction_regs=correction,
                     exp2=Exp2Split(period, emulated=4, start=1),
                     max_by_load=arch == "sm_103a",
                     scheduler=order,
+                    **more,
                 )
-                rows.append(Row((arch,), head_dim, head_dim, causal, cfg))
+                rows.append(Row((arch,), head_dim, head_dim_v, causal, cfg))
     return tuple(rows)
 
 

@@ -25,8 +25,8 @@ class Kernel:
     build: Callable[[], tuple[Any, str]]
 
 
-def forward(family: str, head_dim: int, causal: bool) -> tuple[Any, str]:
-    """Configuration and PTX of a forward."""
+def forward(family: str, head_dim: int, causal: bool, **options) -> tuple[Any, str]:
+    """Configuration and PTX of a forward; `options` of the configuration."""
     import tempfile
 
     from fa_cute import compile as compiler
@@ -36,8 +36,8 @@ def forward(family: str, head_dim: int, causal: bool) -> tuple[Any, str]:
         from fa_cute.fwd.sm100.plan import FwdConfig
     else:
         from fa_cute.fwd.sm90.plan import FwdConfig
-    cfg = FwdConfig(head_dim=head_dim, head_dim_v=head_dim)
-    spec = FwdSpec("bf16", head_dim, head_dim, causal, 1)
+    cfg = FwdConfig(**{"head_dim": head_dim, "head_dim_v": head_dim, **options})
+    spec = FwdSpec("bf16", head_dim, cfg.head_dim_v, causal, 1)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         compiled = compiler.build_forward(cfg, spec, archs.get(cfg.arch), options)
@@ -60,9 +60,11 @@ def backward(head_dim: int, causal: bool, deterministic: bool) -> tuple[Any, str
         return cfg, compiled.artifacts.PTX
 
 
+UNEQUAL = {"head_dim_v": 128, "kv_parts": (3, 2), "o_over_q": True}
 KERNELS = (
     Kernel("sm100-128-causal", lambda: forward("sm100", 128, True)),
     Kernel("sm100-64", lambda: forward("sm100", 64, False)),
+    Kernel("sm100-192-128", lambda: forward("sm100", 192, False, **UNEQUAL)),
     Kernel("sm90-128-causal", lambda: forward("sm90", 128, True)),
     Kernel("sm90-128-backward-spt", lambda: backward(128, True, True)),
     Kernel("sm90-256-backward", lambda: backward(256, False, False)),

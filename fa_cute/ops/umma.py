@@ -7,14 +7,14 @@ constant halves are immediates, a K step adds an immediate to the variable half.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import blackwell_helpers
 
 # PTX ISA, shared-memory matrix descriptor: swizzle code in bits 61-63 by the log2 of 16-byte pieces
@@ -82,6 +82,10 @@ class SmemOperand:
     def at(self, slot) -> Int32:
         """The variable half for one slot."""
         return self.lo + slot * self.slot_step
+
+    def steps(self, first: int, last: int) -> SmemOperand:
+        """Only K steps ``[first, last)``."""
+        return replace(self, k_steps=self.k_steps[first:last])
 
 
 def smem_operand(sX: cute.Tensor, fragment: cute.Tensor, layout) -> SmemOperand:
@@ -153,6 +157,29 @@ def _product(text: str, d, a, b, idesc, adds, *, loc=None, ip=None) -> None:
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,
         ip=ip,
+    )
+
+
+@dsl_user_op
+def anew(idesc, *, loc=None, ip=None) -> Int32:
+    """A run-time instruction descriptor, in the compiler's eyes another value at each call.
+
+    An instruction takes it as half of a 64-bit pair. The compiler makes a pair for each instruction
+    of a loop and keeps them all in registers, unless the value is made in the loop.
+    """
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Int32(idesc).ir_value(loc=loc, ip=ip)],
+            "{\n.reg .pred leader;\n.reg .b32 zero;\n"
+            "elect.sync zero|leader, -1;\nshr.u32 zero, zero, 5;\nadd.s32 $0, $1, zero;\n}",
+            "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
     )
 
 

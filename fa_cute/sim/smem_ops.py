@@ -91,7 +91,14 @@ def gather(cta: Cta, base: int, table: Gather, ins: Instr) -> np.ndarray:
     cta.machine.counters["mma.smem"] += table.chunks.size * CHUNK
     if cta.machine.races is not None:
         cta.machine.races.chunks(cta, table.chunks + base // CHUNK, False)
-    return np.take(chunk_view(cta.smem[base:]), table.chunks)
+    return _take(cta.smem, base, table)
+
+
+def _take(memory: np.ndarray, base: int, table: Gather) -> np.ndarray:
+    """The table's chunks; a later K step may lie before the first one (in a ring that wraps)."""
+    if table.first >= 0:
+        return np.take(chunk_view(memory[base:]), table.chunks)
+    return np.take(chunk_view(memory), table.chunks + base // CHUNK)
 
 
 def operand_values(cta: Cta, descs, shape, dtype: str, mn_major: bool, ins: Instr) -> np.ndarray:
@@ -105,7 +112,7 @@ def operand_values(cta: Cta, descs, shape, dtype: str, mn_major: bool, ins: Inst
 
 def _check_chunks(cta: Cta, base: int, table: Gather, ins: Instr) -> None:
     """The operand need not be dense: look at its own chunks only."""
-    marks = np.take(chunk_view(cta.smem_valid[base:]), table.chunks).view(np.uint8)
+    marks = _take(cta.smem_valid, base, table).view(np.uint8)
     cta.cluster.proxy.check(cta, marks, base + table.first, ins)
     unset = np.flatnonzero(marks == 0)
     if len(unset):

@@ -13,6 +13,7 @@ from fa_cute.fwd.sm100.plan import Q_TILES, FwdConfig
 
 ROWS = [row for row in tune.FWD if isinstance(row.cfg, FwdConfig)]
 BASE = FwdConfig()
+UNEQUAL = {"head_dim": 192, "kv_parts": (3, 2), "o_over_q": True}
 
 
 def config(**changes) -> FwdConfig:
@@ -25,7 +26,7 @@ def test_rows_use_the_machine(row):
     cfg = row.cfg
     assert cfg.warps.budget <= 65536 < cfg.warps.budget + 128 * 8  # no granule of a warpgroup left
     assert cfg.smem.total <= cfg.target.smem_bytes < cfg.smem.total + cfg.smem.bytes("sKV")
-    assert cfg.ring >= 3  # V of a block, K of the next, and one in flight
+    assert cfg.ring > sum(cfg.kv_parts)  # V of a block, K of the next, and some in flight
     assert cfg.tmem.alloc_cols == 512  # constant addresses
     assert cfg.other_regs >= 56  # below, the MMA warp's descriptors spill
 
@@ -54,6 +55,16 @@ def test_one_way_edges_name_who_orders_them():
             assert set(back.sinks) & set(edge.sources)
 
 
+def test_a_block_may_take_several_slots_and_o_the_place_of_q():
+    cfg = config(**UNEQUAL)
+    assert cfg.smem.bytes("sKV") * 3 == cfg.tile_n * cfg.head_dim * 2
+    assert cfg.smem.bytes("sKV") * 2 == cfg.tile_n * cfg.head_dim_v * 2
+    assert cfg.ring >= 3 + 2 + 2
+    assert cfg.smem.aliases("sO") == ("sQ",)
+    assert cfg.smem.bytes("sO") == cfg.smem.bytes("sQ")  # O t lies in the slot of Q t
+    assert cfg.topology["load_q"].arrivals(cfg.warps) == (1, 2)
+
+
 def test_p_lies_over_the_scores_it_replaces():
     for t in range(Q_TILES):
         s, p, o = (BASE.tmem[f"{name}{t}"] for name in "SPO")
@@ -67,7 +78,11 @@ def test_p_lies_over_the_scores_it_replaces():
     [
         ({"tile_m": 64}, "tiles 64 x 128"),
         ({"head_dim": 112, "head_dim_v": 112}, "multiple of 32"),
-        ({"head_dim": 160, "head_dim_v": 160}, "up to 128"),
+        ({"head_dim": 160, "head_dim_v": 160}, "TMEM"),
+        ({"head_dim": 288, "head_dim_v": 288}, "up to 256"),
+        ({"kv_parts": (3, 3)}, "42 columns of K"),
+        ({**UNEQUAL, "kv_stages": 9}, "SMEM"),
+        ({"head_dim": 192, "o_over_q": True}, "share the KV ring"),
         ({"head_dim": 64}, "share the KV ring"),
         ({"kv_stages": 4}, "SMEM"),
         ({"softmax_regs": 208, "correction_regs": 96}, "register"),

@@ -5,11 +5,15 @@ Two query tiles, several tiles of work in a row with different numbers of KV blo
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cute.fwd.sm100.plan import Q_TILES, FwdConfig
+from fa_cute.plan import Edge, Via
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
     Event,
@@ -28,6 +32,7 @@ from fa_cute.plan.events import (
 
 TILES = range(Q_TILES)
 CONFIG = FwdConfig()
+PARTS = FwdConfig(head_dim=192, head_dim_v=128, kv_parts=(3, 2), o_over_q=True)
 HEAD = (0, CONFIG.p_head // 2)  # two 16-bit keys in a column
 REST = (CONFIG.p_head // 2, CONFIG.tile_n // 2)
 
@@ -44,58 +49,68 @@ class Ring:
         return slot
 
 
-def load(work: list[int], slots: int) -> list[Event]:
-    ring, out = Ring(slots), []
+def load(work: list[int], cfg: FwdConfig) -> list[Event]:
+    ring, out = Ring(cfg.ring), []
+    k_parts, v_parts = cfg.kv_parts
 
-    def kv() -> list[Event]:
-        return [acquire("load_kv"), write("sKV", ring.next()), commit("load_kv")]
+    def kv(parts: int) -> list[Event]:
+        one = [acquire("load_kv"), write("sKV"), commit("load_kv")]
+        return [replace(e, slot=ring.next()) if e.verb == "write" else e for e in one * parts]
 
     for blocks in work:
         for i in range(blocks):
             if i == 0:
                 for t in TILES:
                     out += [acquire("load_q", t), write("sQ", t), commit("load_q", t)]
-                    out += kv() if t == 0 else []
-                out += kv()
+                    out += kv(k_parts) if t == 0 else []
+                out += kv(v_parts)
             else:
-                out += [*kv(), *kv()]
-    return [*out, *tail("load_q", TILES), *tail("load_kv", range(slots))]
+                out += [*kv(k_parts), *kv(v_parts)]
+    return [*out, *tail("load_q", TILES), *tail("load_kv", range(cfg.ring))]
 
 
-def mma(work: list[int], slots: int) -> list[Event]:
-    ring, out = Ring(slots), [sync("tmem")]
+def mma(work: list[int], cfg: FwdConfig) -> list[Event]:
+    ring, out = Ring(cfg.ring), [sync("tmem")]
+    k_parts, v_parts = cfg.kv_parts
 
-    def scores(t: int, k: int) -> list[Event]:
-        return [use("load_q", t), read("sQ", t), read("sKV", k), write(f"S{t}"), commit("mma_s", t)]
+    def take(parts: int) -> list[int]:
+        out.extend([wait("load_kv")] * parts)
+        return [ring.next() for _ in range(parts)]
 
-    def output(t: int, v: int) -> list[Event]:
-        o = [read(f"O{t}"), write(f"O{t}"), read("sKV", v)]
+    def free(slots: list[int]) -> None:
+        out.extend([release("load_kv")] * len(slots))
+
+    def scores(t: int, k: list[int]) -> list[Event]:
+        operands = [use("load_q", t), read("sQ", t), *(read("sKV", slot) for slot in k)]
+        return [*operands, write(f"S{t}"), commit("mma_s", t)]
+
+    def output(t: int, v: list[int]) -> list[Event]:
+        o = [read(f"O{t}"), write(f"O{t}"), *(read("sKV", slot) for slot in v)]
         head = [wait("softmax_p", t), read(f"P{t}", span=HEAD), *o]
         return [*head, wait("softmax_p_tail", t), read(f"P{t}", span=REST), *o]
 
     for blocks in work:
         if blocks == 0:
             continue
-        k = ring.next()
-        out.append(wait("load_kv"))
+        k = take(k_parts)
         for t in TILES:
             out += [wait("load_q", t), *scores(t, k)]
-        out.append(release("load_kv"))
+        free(k)
         for _ in range(blocks - 1):
-            v, k = ring.next(), ring.next()
-            out.append(wait("load_kv"))
+            v = take(v_parts)
             for t in TILES:
                 out += output(t, v)
-                out += [release("load_kv")] if t == Q_TILES - 1 else []
-                out += [wait("load_kv")] if t == 0 else []
+                if t == Q_TILES - 1:
+                    free(v)
+                if t == 0:
+                    k = take(k_parts)
                 out += scores(t, k)
-            out.append(release("load_kv"))
+            free(k)
         out += [release("load_q", t) for t in TILES]
-        v = ring.next()
-        out.append(wait("load_kv"))
+        v = take(v_parts)
         for t in TILES:
             out += [*output(t, v), commit("mma_o", t)]
-        out.append(release("load_kv"))
+        free(v)
     return [*out, sync("tmem")]
 
 
@@ -133,24 +148,27 @@ def correction(work: list[int]) -> list[Event]:
     return [*out, *tail("correction_o", TILES), sync("tmem")]
 
 
-def epilogue(work: list[int]) -> list[Event]:
+def epilogue(work: list[int], cfg: FwdConfig) -> list[Event]:
     """The copy engine reads a slot until the wait before its release."""
     out = []
     for _ in work:
-        out += [wait("correction_o", t) for t in TILES]
+        for t in TILES:
+            out += [wait("load_q", t)] if cfg.o_over_q else []
+            out.append(wait("correction_o", t))
         for t in TILES:
             out += [read("sO", t), release("correction_o", t)]
+            out += [release("load_q", t)] if cfg.o_over_q else []
     return out
 
 
-def scripts(work: list[int], slots: int = CONFIG.ring) -> dict[str, list[Event]]:
+def scripts(work: list[int], cfg: FwdConfig = CONFIG) -> dict[str, list[Event]]:
     """All roles; ``work`` is the number of KV blocks of each tile that the CTA gets."""
     return {
-        "load": load(work, slots),
-        "mma": mma(work, slots),
+        "load": load(work, cfg),
+        "mma": mma(work, cfg),
         **{f"softmax[{t}]": softmax(work, t) for t in TILES},
         "correction": correction(work),
-        "epilogue": epilogue(work),
+        "epilogue": epilogue(work, cfg),
     }
 
 
@@ -164,26 +182,59 @@ def test_no_deadlock_overrun_or_race(work: list[int]) -> None:
 def test_other_ring_lengths(head_dim: int) -> None:
     cfg = FwdConfig(head_dim=head_dim, head_dim_v=head_dim)
     assert cfg.ring >= 3
-    check(cfg, scripts([1, 2, 3, 4, 5], cfg.ring), seeds=1)
+    check(cfg, scripts([1, 2, 3, 4, 5], cfg), seeds=1)
     two = FwdConfig(head_dim=head_dim, head_dim_v=head_dim, kv_stages=2)
-    check(two, scripts([3, 2], 2), seeds=1)
+    check(two, scripts([3, 2], two), seeds=1)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_blocks_in_parts_and_output_over_queries(work: list[int]) -> None:
+    """Every tile visits a block there: its Q has been brought."""
+    check(PARTS, scripts(work, PARTS), seeds=1)
+
+
+@pytest.mark.parametrize("slots", [5, 6, 7])
+def test_parts_need_the_slots_of_a_k_and_a_v(slots: int) -> None:
+    cfg = replace(PARTS, kv_stages=slots)
+    check(cfg, scripts([3, 2], cfg), seeds=1)
+    with pytest.raises(ProtocolError, match="deadlock"):
+        four = replace(PARTS, kv_stages=4)
+        check(four, scripts([2], four), seeds=0)
+
+
+def test_the_next_q_waits_for_the_output_that_lies_there() -> None:
+    """Freed by mma alone, Q would be loaded over an output that is being copied."""
+    alone = Edge("load_q", Via.TMA_UMMA, "load", "mma", Q_TILES, tx=("sQ",))
+    edges = tuple(alone if e.name == "load_q" else e for e in PARTS.topology.edges)
+    plan = SimpleNamespace(
+        warps=PARTS.warps,
+        smem=PARTS.smem,
+        tmem=PARTS.tmem,
+        topology=replace(PARTS.topology, edges=edges),
+    )
+    broken = scripts([1, 1], PARTS)
+    broken["epilogue"] = [e for e in broken["epilogue"] if e.name != "load_q"]
+    with pytest.raises(ProtocolError, match=r"race: SMEM s[OQ], s[OQ]"):
+        check(plan, broken, seeds=0)
 
 
 def test_one_kv_slot_is_too_few() -> None:
     """mma holds the V of a block while it waits for the next K."""
     one = FwdConfig(kv_stages=1)
     with pytest.raises(ProtocolError, match="deadlock") as caught:
-        check(one, scripts([2], 1), seeds=0)
+        check(one, scripts([2], one), seeds=0)
     text = str(caught.value)
     assert "acquire load_kv.empty[0] phase 1; 1 complete, missing mma" in text
     assert "wait load_kv.full[0] phase 2; 2 complete, missing load" in text
 
 
-def test_every_missing_event_is_reported() -> None:
+@pytest.mark.parametrize("cfg", [CONFIG, PARTS], ids=["plain", "parts"])
+def test_every_missing_event_is_reported(cfg: FwdConfig) -> None:
     """Each acquire, commit, wait and release of each role is needed, but for one kind: what lets a
     next tile begin, where none does.
     """
-    right = scripts([2, 1])
+    right = scripts([2, 1], cfg)
     missed, dropped = [], 0
     for agent, script in right.items():
         for at, event in enumerate(script):
@@ -191,7 +242,7 @@ def test_every_missing_event_is_reported() -> None:
                 continue
             dropped += 1
             try:
-                check(CONFIG, {**right, agent: [*script[:at], *script[at + 1 :]]}, seeds=0)
+                check(cfg, {**right, agent: [*script[:at], *script[at + 1 :]]}, seeds=0)
             except ProtocolError:
                 continue
             last = at == max(i for i, e in enumerate(script) if e == event)

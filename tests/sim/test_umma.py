@@ -39,6 +39,7 @@ class Form:
     ws: bool = False
     steps: int = 2
     swizzle: str = "128B"
+    backwards: bool = False  # the first K step lies behind the others
 
     @property
     def idesc(self) -> int:
@@ -59,9 +60,10 @@ class Operand:
         self.k_step = 32 // size
         self.raw, self.values = ops.random_raw(rng, (rows, form.steps * self.k_step), dtype)
         dense = ops.pattern(rows, size, form.swizzle, self.mn_major)
+        places = [dense["steps"][s] for s in range(form.steps)]
         self.descs = [
-            lay.SmemDesc(start + dense["steps"][s], dense["lbo"], dense["sbo"], form.swizzle, 0)
-            for s in range(form.steps)
+            lay.SmemDesc(start + at, dense["lbo"], dense["sbo"], form.swizzle, 0)
+            for at in (reversed(places) if form.backwards else places)
         ]
 
     def place(self, image):
@@ -241,6 +243,14 @@ def test_accumulator_layouts(m, n, group, ws):
 
 def test_negated_operands():
     got, want = run_product(Form("f16", "f16", "f16", 128, 16, negate=(1, 0)))
+    np.testing.assert_allclose(got.view(np.float32), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mn", [False, True])
+def test_a_step_may_lie_before_the_first(mn):
+    """As in a ring of operand slots that wraps; further than one swizzle pattern."""
+    form = bf16_form(128, 64, a_mn=mn, b_mn=mn, steps=6, backwards=True)
+    got, want = run_product(form)
     np.testing.assert_allclose(got.view(np.float32), want, rtol=0, atol=1e-4)
 
 

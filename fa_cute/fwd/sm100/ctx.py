@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...ops import mask
+from ...ops.arith import hi
 from ...sched import Tile, here
 from ..args import FwdSpec
 from .plan import Q_TILES, FwdConfig
@@ -66,9 +67,16 @@ class FwdCtx:
         return here(self.args.order)
 
     def kv_blocks(self, tile: Tile) -> mask.Blocks:
-        """KV blocks that the two query tiles of `tile` visit, together."""
+        """KV blocks that the two query tiles of `tile` visit, together.
+
+        Where O lies over Q, Q is brought for every tile: one that sees no key visits a block, all
+        masked.
+        """
         rows = Q_TILES * self.cfg.tile_m
-        return self._blocks(tile.m_block, rows)
+        blocks = self._blocks(tile.m_block, rows)
+        if self.cfg.o_over_q:
+            return replace(blocks, hi=hi(blocks.hi, blocks.lo + 1))
+        return blocks
 
     def kv_blocks_of(self, tile: Tile, t) -> mask.Blocks:
         """The same for query tile `t` alone: which of its blocks need no element mask."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .ctx import FwdCtx
@@ -14,7 +15,8 @@ from .plan import Q_TILES
 
 @dataclass(frozen=True)
 class Epilogue:
-    """One warp, TMA store.  Waits correction_o; its release lets correction write the slot again.
+    """One warp, TMA store.  Waits correction_o; its release lets correction write the slot again,
+    and where O lies over Q (load_q), load bring the next Q.
 
     The copy engine clips rows past the end: the tensor has the real extent of each head.
     """
@@ -22,7 +24,7 @@ class Epilogue:
     @cute.jit
     def run(self, cx: FwdCtx):
         a = cx.args
-        o = cx.pipes.correction_o.round_consumer()
+        o, q = cx.pipes.correction_o.round_consumer(), cx.pipes.load_q.round_consumer()
         sched = cx.scheduler()
         tile = sched.tile()
         while tile.valid:
@@ -36,6 +38,8 @@ class Epilogue:
                 cute.group_modes(gO, 0, 2),
             )
             for t in cutlass.range_constexpr(Q_TILES):
+                if const_expr(cx.cfg.o_over_q):
+                    q.wait_and_advance()  # long since there, or O would not be
                 o.wait_and_advance()
                 m_block = tile.m_block * Q_TILES + t
                 if m_block * cx.cfg.tile_m < a.seqlen_q:
@@ -45,6 +49,8 @@ class Epilogue:
                 # Groups finish in order: all but the later tiles have been read from the slot.
                 cute.arch.cp_async_bulk_wait_group(Q_TILES - 1 - t, read=True)
                 cx.pipes.correction_o.release_slot(t)
+                if const_expr(cx.cfg.o_over_q):
+                    cx.pipes.load_q.release_slot(t)
             sched = sched.next()
             tile = sched.tile()
 

@@ -65,12 +65,13 @@ class FwdSm100:
         c, element = self.cfg, self.spec.element
         qk = umma.mma_ss(element, (c.tile_m, c.tile_n))
         pv = umma.mma_ts(element, (c.tile_m, c.head_dim_v))
-        qk_tile = (c.tile_m, c.tile_n, c.head_dim)
-        pv_tile = (c.tile_m, c.head_dim_v, c.tile_n)
+        q_tile = (c.tile_m, c.tile_n, c.head_dim)
+        k_tile = (c.tile_m, c.tile_n, c.k_cols)  # what a ring slot has of K, of V
+        v_tile = (c.tile_m, c.head_dim_v, c.v_keys)
         layouts = {
-            "sQ": blackwell_helpers.make_smem_layout_a(qk, qk_tile, element, Q_TILES),
-            "sK": blackwell_helpers.make_smem_layout_b(qk, qk_tile, element, c.ring),
-            "sV": blackwell_helpers.make_smem_layout_b(pv, pv_tile, element, c.ring),
+            "sQ": blackwell_helpers.make_smem_layout_a(qk, q_tile, element, Q_TILES),
+            "sK": blackwell_helpers.make_smem_layout_b(qk, k_tile, element, c.ring),
+            "sV": blackwell_helpers.make_smem_layout_b(pv, v_tile, element, c.ring),
             "sO": blackwell_helpers.make_smem_layout_epi(
                 element, LayoutEnum.ROW_MAJOR, (c.tile_m, c.head_dim_v), Q_TILES
             ),
@@ -82,9 +83,9 @@ class FwdSm100:
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         slot = {name: cute.select(layout, mode=[0, 1, 2]) for name, layout in layouts.items()}
-        tma_q, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, mQ, slot["sQ"], qk_tile, qk)
-        tma_k, mK = cute.nvgpu.make_tiled_tma_atom_B(load, mK, slot["sK"], qk_tile, qk)
-        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, mV, slot["sV"], pv_tile, pv)
+        tma_q, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, mQ, slot["sQ"], q_tile, qk)
+        tma_k, mK = cute.nvgpu.make_tiled_tma_atom_B(load, mK, slot["sK"], k_tile, qk)
+        tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, mV, slot["sV"], v_tile, pv)
         tma_o, mO = cpasync.make_tiled_tma_atom(
             store, mO, cute.select(layouts["sO"], mode=[0, 1]), (c.tile_m, c.head_dim_v)
         )
@@ -164,12 +165,18 @@ class FwdSm100:
             ptr = cute.recast_ptr(base + c.smem.offset(field), layout.inner, dtype=element)
             return cute.make_tensor(ptr, layout.outer)
 
+        sO = operand("sO", "sO")
+        pitch = c.smem.bytes("sO") * 8 // element.width  # from tile to tile
+        by_tile = cute.make_layout(Q_TILES, stride=pitch)
+        sO = cute.make_tensor(
+            sO.iterator, cute.append(cute.select(sO.layout, mode=[0, 1]), by_tile)
+        )
         stats = cute.recast_ptr(base + c.smem.offset("sStats"), dtype=Float32)
         return Smem(
             sQ=operand("sQ", "sQ"),
             sK=operand("sK", "sKV"),
             sV=operand("sV", "sKV"),
-            sO=operand("sO", "sO"),
+            sO=sO,
             sStats=cute.make_tensor(
                 stats, cute.make_layout((c.tile_m, 2, Q_TILES), stride=(1, c.tile_m, 2 * c.tile_m))
             ),

@@ -16,7 +16,8 @@ from .plan import Q_TILES
 class Load:
     """One warp, TMA.  Waits until mma frees slots of load_q and load_kv; feeds both.
 
-    Order of the copies: Q0 K Q1 V K V ..., KV blocks from the last to the first, as mma takes them.
+    Order of the copies: Q0 K Q1 V K V ..., KV blocks from the last to the first, as mma takes them;
+    a block in as many parts as it takes ring slots.
     Rows past the end of a sequence arrive as zeros.
     """
 
@@ -24,6 +25,7 @@ class Load:
     def run(self, cx: FwdCtx):
         a, s = cx.args, cx.smem
         tile_m, tile_n = cx.cfg.tile_m, cx.cfg.tile_n
+        k_parts, v_parts = cx.cfg.kv_parts
         qk, pv = a.tiled_mma_qk.get_slice(0), a.tiled_mma_pv.get_slice(0)
         no_multicast = (0, cute.make_layout(1))
 
@@ -37,8 +39,9 @@ class Load:
             mK = a.mK[None, None, head_kv, tile.batch]  # (seqlen_k, head_dim)
             mV = a.mV[None, None, head_kv, tile.batch]  # (head_dim_v, seqlen_k)
             gQ = cute.local_tile(mQ, (tile_m, cx.cfg.head_dim), (None, 0))  # (tile_m, d, blocks)
-            gK = cute.local_tile(mK, (tile_n, cx.cfg.head_dim), (None, 0))  # (tile_n, d, blocks)
-            gV = cute.local_tile(mV, (cx.cfg.head_dim_v, tile_n), (0, None))  # (dv, tile_n, blocks)
+            # (tile_n, k_cols, blocks, parts), (dv, v_keys, blocks * parts)
+            gK = cute.local_tile(mK, (tile_n, cx.cfg.k_cols), (None, None))
+            gV = cute.local_tile(mV, (cx.cfg.head_dim_v, cx.cfg.v_keys), (0, None))
             tQsQ, tQgQ = cpasync.tma_partition(
                 a.tma_q, *no_multicast, cute.group_modes(s.sQ, 0, 3), _operand(qk.partition_A(gQ))
             )
@@ -57,30 +60,40 @@ class Load:
                         a.tma_q, tQgQ[None, m_block], tQsQ[None, t], tma_bar_ptr=q_free.barrier
                     )
                     if cutlass.const_expr(t == 0):
+                        for part in cutlass.range_constexpr(k_parts):
+                            k_free = kv.acquire_and_advance()
+                            cute.copy(
+                                a.tma_k,
+                                tKgK[None, n_block, part],
+                                tKsK[None, k_free.index],
+                                tma_bar_ptr=k_free.barrier,
+                            )
+                for part in cutlass.range_constexpr(v_parts):
+                    v_free = kv.acquire_and_advance()
+                    cute.copy(
+                        a.tma_v,
+                        tVgV[None, n_block * v_parts + part],
+                        tVsV[None, v_free.index],
+                        tma_bar_ptr=v_free.barrier,
+                    )
+                for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
+                    n = n_block - 1 - i
+                    for part in cutlass.range_constexpr(k_parts):
                         k_free = kv.acquire_and_advance()
                         cute.copy(
                             a.tma_k,
-                            tKgK[None, n_block],
+                            tKgK[None, n, part],
                             tKsK[None, k_free.index],
                             tma_bar_ptr=k_free.barrier,
                         )
-                v_free = kv.acquire_and_advance()
-                cute.copy(
-                    a.tma_v,
-                    tVgV[None, n_block],
-                    tVsV[None, v_free.index],
-                    tma_bar_ptr=v_free.barrier,
-                )
-                for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
-                    n = n_block - 1 - i
-                    k_free = kv.acquire_and_advance()
-                    cute.copy(
-                        a.tma_k, tKgK[None, n], tKsK[None, k_free.index], tma_bar_ptr=k_free.barrier
-                    )
-                    v_free = kv.acquire_and_advance()
-                    cute.copy(
-                        a.tma_v, tVgV[None, n], tVsV[None, v_free.index], tma_bar_ptr=v_free.barrier
-                    )
+                    for part in cutlass.range_constexpr(v_parts):
+                        v_free = kv.acquire_and_advance()
+                        cute.copy(
+                            a.tma_v,
+                            tVgV[None, n * v_parts + part],
+                            tVsV[None, v_free.index],
+                            tma_bar_ptr=v_free.barrier,
+                        )
             sched = sched.next()
             tile = sched.tile()
         # No copy may be in flight, and no release may land, after the CTA has left.

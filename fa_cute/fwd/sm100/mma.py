@@ -36,8 +36,7 @@ class Mma:
         idesc_qk = idesc_qk + Int32(cx.args.negate) * umma.NEGATE_A
         idesc_pv = umma.instruction_descriptor(element, c.tile_m, c.head_dim_v, b_mn_major=True)
         head, steps = c.p_head // 16, c.tile_n // 16  # one instruction takes 16 keys
-        p_head = tuple(umma.packed_columns(start, 0, head) for start in P)
-        p_rest = tuple(umma.packed_columns(start, head, steps) for start in P)
+        k_parts, v_parts = c.kv_parts
 
         q, kv = cx.pipes.load_q.round_consumer(), cx.pipes.load_kv.make_consumer()
         p, p_tail = cx.pipes.softmax_p.round_consumer(), cx.pipes.softmax_p_tail.round_consumer()
@@ -48,41 +47,69 @@ class Mma:
             blocks = cx.kv_blocks(tile)
             if blocks.hi > blocks.lo:
                 # S t is free: P t of the tile before was handed over, hence S t read.
-                k_first = kv.wait_and_advance()
+                k_first = tuple(kv.wait_and_advance() for _ in range(k_parts))
                 for t in cutlass.range_constexpr(Q_TILES):
                     q.wait_and_advance()
-                    umma.product_ss(S[t], opQ, t, opK, k_first.index, idesc_qk)
+                    scores(S[t], opQ, t, opK, k_first, idesc_qk)
                     mma_s.signal(t)
-                k_first.release()
+                release(k_first)
                 for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
-                    v_full = kv.wait_and_advance()
+                    v_full = tuple(kv.wait_and_advance() for _ in range(v_parts))
                     adds = Int32(i != 0)
                     for t in cutlass.range_constexpr(Q_TILES):
                         # softmax t wrote P, and correction brought O to the new maximum
                         p.wait_and_advance()
-                        umma.product_ts(O[t], p_head[t], opV, v_full.index, idesc_pv, adds)
+                        output(O[t], P[t], opV, v_full, idesc_pv, adds, (0, head))
                         p_tail.wait_and_advance()
-                        umma.product_ts(O[t], p_rest[t], opV, v_full.index, idesc_pv, 1, head)
+                        output(O[t], P[t], opV, v_full, idesc_pv, adds, (head, steps))
                         if const_expr(t == Q_TILES - 1):
-                            v_full.release()
+                            release(v_full)
                         if const_expr(t == 0):
-                            k_full = kv.wait_and_advance()
+                            k_full = tuple(kv.wait_and_advance() for _ in range(k_parts))
                         # In order behind the product that reads P t, which lies over S t.
-                        umma.product_ss(S[t], opQ, t, opK, k_full.index, idesc_qk)
+                        scores(S[t], opQ, t, opK, k_full, idesc_qk)
                         mma_s.signal(t)
-                    k_full.release()
+                    release(k_full)
                 for t in cutlass.range_constexpr(Q_TILES):
                     cx.pipes.load_q.release_slot(t)
-                v_last = kv.wait_and_advance()
+                v_last = tuple(kv.wait_and_advance() for _ in range(v_parts))
                 adds = Int32(blocks.hi - blocks.lo > 1)
                 for t in cutlass.range_constexpr(Q_TILES):
                     p.wait_and_advance()
-                    umma.product_ts(O[t], p_head[t], opV, v_last.index, idesc_pv, adds)
+                    output(O[t], P[t], opV, v_last, idesc_pv, adds, (0, head))
                     p_tail.wait_and_advance()
-                    umma.product_ts(O[t], p_rest[t], opV, v_last.index, idesc_pv, 1, head)
+                    output(O[t], P[t], opV, v_last, idesc_pv, adds, (head, steps))
                     mma_o.signal(t)
-                v_last.release()
+                release(v_last)
             sched = sched.next()
             tile = sched.tile()
         cx.barriers.tmem.arrive_and_wait()  # the others' last accesses
         tmem.free(cx.smem.tmem_address, cols)
+
+
+def scores(S: int, q: umma.SmemOperand, t: int, k: umma.SmemOperand, held, idesc) -> None:
+    """Issue S = Q t K^T, K in the ring slots `held`, part after part of its columns."""
+    if len(held) > 1:  # more instructions than the warp has registers for their descriptors
+        idesc = umma.anew(idesc)
+    for part, slot in enumerate(held):
+        columns = q.steps(part * len(k.k_steps), (part + 1) * len(k.k_steps))
+        umma.product_ss(S, columns, t, k, slot.index, idesc, int(part > 0))
+
+
+def output(O: int, P: int, v: umma.SmemOperand, held, idesc, adds, steps: tuple[int, int]) -> None:
+    """Issue the K steps `steps` of O (+)= P V, V in the ring slots `held`, part after part of its
+    keys.
+    """
+    each = len(v.k_steps)
+    for part, slot in enumerate(held):
+        first, last = max(steps[0], part * each), min(steps[1], (part + 1) * each)
+        if first < last:
+            keys = umma.packed_columns(P, first, last)
+            also = adds if first == 0 else 1
+            umma.product_ts(O, keys, v, slot.index, idesc, also, first - part * each)
+
+
+def release(held) -> None:
+    """Give ring slots back when the products issued so far are done with them."""
+    for slot in held:
+        slot.release()

@@ -23,6 +23,11 @@ TMEM columns (128 lanes x 512)
     |     |P0  |     |P1   |    P t replaces the upper half of S t once softmax t has read S t
 
 SMEM: stats, Q (two tiles), the KV ring (K and V blocks in turn), O (two tiles); barriers lie below.
+Where K and V differ in size, a block takes several slots of the ring, all alike (`kv_parts`): K by
+columns, V by keys. Where O has no room of its own (`o_over_q`), O t takes the place of Q t, and the
+epilogue, too, frees Q t:
+
+    load --q t--> mma, epilogue
 """
 
 from __future__ import annotations
@@ -73,16 +78,26 @@ class FwdConfig:
     max_by_load: bool = False  # the load of unmasked scores also finds their maximum (sm_103a)
     rescale_log2: float = 8.0  # O is rescaled only when a row maximum grows by more (log2 units)
     scheduler: str = "persistent"
+    kv_parts: tuple[int, int] = (1, 1)  # ring slots of a K and of a V block
+    o_over_q: bool = False  # O lies where Q was; else it has memory of its own
 
     def __post_init__(self) -> None:
         if (self.tile_m, self.tile_n) != (128, 128):
             raise PlanError(f"tiles {self.tile_m} x {self.tile_n}; this kernel has 128 x 128")
-        if self.head_dim != self.head_dim_v:
+        k_parts, v_parts = self.kv_parts
+        if self.head_dim * v_parts != self.head_dim_v * k_parts:
             raise PlanError(
-                f"head_dim {self.head_dim} and head_dim_v {self.head_dim_v}; they share the KV ring"
+                f"head_dim {self.head_dim} and head_dim_v {self.head_dim_v} in {self.kv_parts} "
+                "parts; they share the KV ring, whose slots are alike"
             )
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 128:
-            raise PlanError(f"head_dim {self.head_dim}; a multiple of 32 up to 128")
+        for what, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if size % 32 or not 32 <= size <= 256:
+                raise PlanError(f"{what} {size}; a multiple of 32 up to 256")
+        if self.k_cols % 32 or self.v_keys % 16:
+            raise PlanError(
+                f"kv_parts {self.kv_parts}: {self.k_cols} columns of K, {self.v_keys} keys of V; "
+                "multiples of 32 and 16"
+            )
         if self.p_head % 32 or not 0 < self.p_head < self.tile_n:
             raise PlanError(f"p_head {self.p_head}; a multiple of 32 in (0, {self.tile_n})")
         if self.max_by_load and self.arch != "sm_103a":
@@ -99,6 +114,16 @@ class FwdConfig:
         """What softmax and correction leave for the remaining warpgroup."""
         left = SM_REGISTERS // 128 - 2 * self.softmax_regs - self.correction_regs
         return min(left // 8 * 8, 128)
+
+    @property
+    def k_cols(self) -> int:
+        """Columns of K in a ring slot."""
+        return self.head_dim // self.kv_parts[0]
+
+    @property
+    def v_keys(self) -> int:
+        """Keys of V in a ring slot."""
+        return self.tile_n // self.kv_parts[1]
 
     @property
     def warps(self) -> WarpPlan:
@@ -122,7 +147,10 @@ class FwdConfig:
         q, two = Q_TILES, {"stages": Q_TILES}
         return Topology(
             edges=(
-                Edge("load_q", Via.TMA_UMMA, "load", "mma", q, tx=("sQ",)),
+                # Freed by tcgen05.commit, or by both once O has left Q's memory.
+                Edge("load_q", Via.TMA_ASYNC, "load", ("mma", "epilogue"), q, tx=("sQ",))
+                if self.o_over_q
+                else Edge("load_q", Via.TMA_UMMA, "load", "mma", q, tx=("sQ",)),
                 Edge("load_kv", Via.TMA_UMMA, "load", "mma", self.ring, tx=("sKV",)),
                 # S t may be overwritten when P t has been handed over (S t was read before).
                 Edge("mma_s", Via.UMMA_ASYNC, "mma", "softmax", ordered_by="softmax_p", **two),
@@ -196,17 +224,23 @@ class FwdConfig:
 
     @property
     def _kv_bytes(self) -> int:
-        return self.tile_n * self.head_dim * ELEMENT_BYTES
+        return self.tile_n * self.k_cols * ELEMENT_BYTES
 
     @property
     def _fixed(self) -> SmemPlan:
         row_floats = self.tile_m * FP32_BYTES
+        q_bytes = self.tile_m * self.head_dim * ELEMENT_BYTES
+        o_bytes = self.tile_m * self.head_dim_v * ELEMENT_BYTES
+        if self.o_over_q:  # each O in the slot of its Q
+            o = SmemField("sO", max(q_bytes, o_bytes), Q_TILES, over="sQ")
+        else:
+            o = SmemField("sO", o_bytes, Q_TILES)
         return SmemPlan(
             (
                 # Per tile: the factor for O or, at the end, the row sum; and the row maximum.
                 SmemField("sStats", 2 * row_floats, Q_TILES),
-                SmemField("sQ", self.tile_m * self.head_dim * ELEMENT_BYTES, Q_TILES),
-                SmemField("sO", self.tile_m * self.head_dim_v * ELEMENT_BYTES, Q_TILES),
+                SmemField("sQ", q_bytes, Q_TILES),
+                o,
             )
         )
 
