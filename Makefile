@@ -31,5 +31,6 @@ clean:
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fa_cute needs Python 3.10 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch and the DSL, some minutes the first time"
 	$(BIN)/python -m pip install --quiet "$(TORCH)" "$(DSL)" -e ".[$(EXTRAS)]"
 	touch $@

@@ -6,6 +6,7 @@ Run it by ``make demo``, or ``python examples/attention.py --help``. Pictures go
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def in_simulator(call, arch, cfg, folder: Path):
     report, seconds = session.launches[-1], time.perf_counter() - start
     print(f"simulated {report.instructions} warp instructions in {seconds:.2f} s")
     report.timeline.save_chrome(folder / "attention.json")
-    report.timeline.save_png(folder / "attention.png", title=f"{arch}, the first CTA")
-    print(f"timeline: {folder}/attention.png, {folder}/attention.json (for ui.perfetto.dev)")
+    print(f"timeline: {folder}/attention.json (for ui.perfetto.dev)")
+    if importlib.util.find_spec("matplotlib"):
+        report.timeline.save_png(folder / "attention.png", title=f"{arch}, the first CTA")
+        print(f"picture: {folder}/attention.png")
     return result
 
 
@@ -59,9 +62,10 @@ def main() -> None:
     arch = api.arch_of(q.device)
     spec = tune.forward_spec(AttnProblem.of(q, k, v, **masks), arch)
     cfg = tune.forward(spec, arch)
-    print(show.text(cfg, f"{tune.KERNELS[arch.family][1]} on {arch}: {spec}"))
+    request = compile.Request("forward", cfg, spec, arch)
+    print(show.text(cfg, str(request)))
     start = time.perf_counter()
-    compile.forward(cfg, spec, arch, "cuda" if gpu else "sim")
+    compile.get(request, "cuda" if gpu else "sim")
     print(f"compiled, or found in the cache, in {time.perf_counter() - start:.2f} s")
 
     def call():

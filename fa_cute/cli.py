@@ -41,6 +41,7 @@ COLUMNS = (
     "fp16",
     "GQA/MQA",
     "window",
+    "varlen",
     "scale < 0",
     "softcap",
     "sink",
@@ -69,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # who reads the output has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except CompileError as error:
         print(f"fa_cute: {error}", file=sys.stderr)
         return ENVIRONMENT
@@ -155,6 +159,7 @@ def support_rows(arch: str | None = None, head_dim: int | None = None) -> list[d
                 answer(dtype="fp16"),
                 answer(qhead_per_kvhead=4),
                 both(window_size=(128, 0)),
+                both(varlen=True),
                 both(softmax_scale=-1.0),
                 answer(softcap=30.0),
                 answer(sink=True),
@@ -237,7 +242,7 @@ def _sample_compile() -> tuple[str, bool]:
     import time
 
     request = cli_kernels.requests(kinds=("forward",), dtypes=("bf16",))[0]
-    name = cli_kernels.label(request)
+    name = request.label
     start = time.perf_counter()
     try:
         usage = cli_kernels.parts(request)[0][1]

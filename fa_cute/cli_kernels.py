@@ -51,18 +51,6 @@ def add_commands(commands) -> None:
     pages.set_defaults(run=run_pages)
 
 
-def label(request: Request) -> str:
-    """A kernel in one word: sm_90a-bwd-d192_128-causal."""
-    spec = request.spec
-    short = {kind: word for word, kind in KINDS.items()}[request.kind]
-    dims = f"d{spec.head_dim}" + (f"_{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else "")
-    words = [request.arch.name, short, dims, "causal" if spec.causal else "full"]
-    if request.kind == "backward":
-        words += [f"gqa{spec.qhead_per_kvhead}"] * spec.shares_kv
-        words += ["deterministic"] * spec.deterministic
-    return "-".join(words)
-
-
 def run_plan(args) -> int:
     """Print one kernel's plan."""
     from . import warmup
@@ -80,9 +68,9 @@ def run_plan(args) -> int:
             f"implemented: {tune.summary(arch)}"
         ) from error
     if args.json:
-        print(json.dumps({"kernel": label(request), **show.to_dict(request.cfg)}, indent=2))
+        print(json.dumps({"kernel": request.label, **show.to_dict(request.cfg)}, indent=2))
     else:
-        print(show.text(request.cfg, f"{request.where[1]} {label(request)}"), end="")
+        print(show.text(request.cfg, f"{request.where[1]} {request.label}"), end="")
     return OK
 
 
@@ -120,7 +108,7 @@ def run_regs(args) -> int:
         for part, usage in parts(request):
             found.append(
                 {
-                    "kernel": label(request),
+                    "kernel": request.label,
                     "part": part,
                     "regs": usage.regs,
                     "threads": usage.threads,
@@ -179,7 +167,7 @@ def pages() -> dict[str, str]:
     for deterministic in (False, True):
         for request in requests(dtypes=("bf16",), deterministic=deterministic):
             if request.kind == "backward" or not deterministic:  # a forward always is
-                direction = label(request).split("-")[1]
+                direction = request.label.split("-")[1]
                 kernels.setdefault(f"{direction}_{request.arch.family}.md", []).append(request)
     return {file: page(found) for file, found in kernels.items()}
 
@@ -191,14 +179,14 @@ def page(found: list[Request]) -> str:
     rows = [{f.name: getattr(r.cfg, f.name) for f in fields(r.cfg)} for r in found]
     told = [column for column in rows[0] if len({str(row[column]) for row in rows}) > 1]
     table = [
-        {"kernel": label(request), **{column: row[column] for column in told}}
+        {"kernel": request.label, **{column: row[column] for column in told}}
         for request, row in zip(found, rows)
     ]
     same = [f"`{column}={value}`" for column, value in rows[0].items() if column not in told]
     plans: dict[tuple, str] = {}  # of each head dim the first one
     for request in found:
         dims = (request.spec.head_dim, request.spec.head_dim_v)
-        text = f"### {label(request)}\n\n```text\n{show.text(request.cfg)}```\n"
+        text = f"### {request.label}\n\n```text\n{show.text(request.cfg)}```\n"
         plans.setdefault(dims, text)
     command = "`python -m fa_cute plan ARCH fwd|bwd --head-dim N --causal --deterministic`"
     return "\n".join(

@@ -58,8 +58,22 @@ class Request:
         table = tune.KERNELS if self.kind == "forward" else tune.BACKWARD_KERNELS
         return table[self.arch.family]
 
+    @property
+    def label(self) -> str:
+        """What it is, in one word: sm_90a-bwd-d192_128-causal-deterministic."""
+        s = self.spec
+        dims = dict.fromkeys((s.head_dim, s.head_dim_v))
+        words = [self.arch.name, {"forward": "fwd", "backward": "bwd"}[self.kind]]
+        words += ["d" + "_".join(map(str, dims)), "causal" if s.causal else "full"]
+        words += [f"window_{WINDOWS[s.window]}"] * any(s.window)
+        words += [f"gqa{s.qhead_per_kvhead}"] * (s.qhead_per_kvhead > 1)
+        words += ["varlen"] * s.varlen + [str(s.custom)] * (s.custom is not None)
+        words += ["negative_scale"] * getattr(s, "negative_scale", False)
+        words += ["deterministic"] * getattr(s, "deterministic", False)
+        return "-".join(words + ["lse_grad"] * self.has_dlse)
+
     def __str__(self) -> str:
-        return f"{self.where[1]} for {self.arch} ({self.spec})"
+        return f"{self.where[1]} {self.label} in {self.spec.dtype}"
 
     def command(self, target: str) -> str:
         """The command that compiles this kernel, in a process of its own."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from fa_cute import arch as archs
 from fa_cute import cli
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.compile import Request
+from fa_cute.fwd.args import FwdSpec
 
 
 def run(capsys, *argv):
@@ -81,6 +86,24 @@ def test_doctor_reports_a_cache_that_cannot_be_written(capsys, monkeypatch, tmp_
     monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path / "file"))
     code, out, _ = run(capsys, "doctor", "--no-compile")
     assert code == cli.FOUND and "cannot be written" in out
+
+
+def test_output_that_nobody_reads_to_the_end():
+    command = f"{sys.executable} -m fa_cute support --json | head -c 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[", "")
+
+
+def test_labels_say_what_differs():
+    arch = archs.get("sm_90a")
+    forward, backward = FwdSpec("bf16", 192, 128, True), BwdSpec("fp16", 64, 64, False)
+    for kind, spec, lse, label in (
+        ("forward", forward, False, "sm_90a-fwd-d192_128-causal"),
+        ("forward", replace(forward, window=(True, False)), False, "causal-window_left"),
+        ("backward", replace(backward, qhead_per_kvhead=4), True, "d64-full-gqa4-lse_grad"),
+        ("backward", replace(backward, varlen=True, deterministic=True), False, "deterministic"),
+    ):
+        assert Request(kind, None, spec, arch, lse).label.endswith(label)
 
 
 def test_as_a_module():

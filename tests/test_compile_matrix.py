@@ -12,9 +12,7 @@ REQUESTS = cli_kernels.requests(kinds=("forward",), dtypes=tune.DTYPES)
 SYSTEM_SMEM = 1024
 
 
-@pytest.mark.parametrize(
-    "request_", REQUESTS, ids=[f"{cli_kernels.label(r)}-{r.spec.dtype}" for r in REQUESTS]
-)
+@pytest.mark.parametrize("request_", REQUESTS, ids=[f"{r.label}-{r.spec.dtype}" for r in REQUESTS])
 def test_row_compiles_and_assembles_without_spills(request_):
     (_, usage), *_ = cli_kernels.parts(request_)
     warps, smem = request_.cfg.warps, request_.cfg.smem

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fa_cute.errors import SimError
+
 
 @dataclass(frozen=True)
 class Event:
@@ -77,10 +79,15 @@ class Timeline:
 
     def save_png(self, path: str | Path, cta: tuple | None = None, title: str = "") -> None:
         """One CTA (the first by default), a row per role."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise SimError(
+                "a picture of a timeline needs matplotlib: pip install matplotlib, or write it for "
+                "ui.perfetto.dev by save_chrome"
+            ) from error
         cta = cta if cta is not None else (self.events[0].cta if self.events else (0, 0, 0))
         events = [e for e in self.events if e.cta == cta]
         lanes = sorted({e.lane for e in events}, key=_lane_order)
