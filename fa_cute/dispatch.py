@@ -11,6 +11,7 @@ import torch
 from . import arch as archs
 from . import launch, reference, tune
 from .arch import Arch
+from .compile import NO_LENGTHS
 from .errors import ArgumentError, DeterminismError, FaCuteError, UnsupportedError
 from .lengths import Lengths
 from .problem import (
@@ -36,7 +37,7 @@ def wants_determinism(deterministic) -> bool:
     """The argument, or where it is None what torch and the environment ask for."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled() or any(
-            os.environ.get(name, "") == "1" for name in SWITCHES
+            os.environ.get(name) == "1" for name in SWITCHES
         )
     if not isinstance(deterministic, bool):
         raise ArgumentError(f"deterministic is {deterministic!r}; it must be True, False or None")
@@ -128,20 +129,26 @@ class Call:
     backend: str
     num_sms: int = 0  # of the tensors' device
     plain: bool = False  # no stride of the inputs needs `plain_strides`
+    given: tuple[bool, bool, bool, bool] = NO_LENGTHS  # which lengths there are
 
     @cached_property
     def resolved(self):
         """The compiled forward and its config."""
-        return launch.resolve(self.problem, self.arch, self.backend)
+        return launch.resolve(self.problem, self.arch, self.backend, self.given)
 
     @cached_property
     def _rest(self) -> tuple:
         p = self.problem
         return launch.rest(p.softmax_scale, self.num_sms, p.limits)
 
-    def rest(self, q, lengths) -> tuple:
-        """What the forward takes after its tensors."""
+    def rest(self, q, lengths, ints: int) -> tuple:
+        """What kernels take after their tensors; ``ints`` of scratch for a list of tiles."""
         return self._rest
+
+    @property
+    def forward_ints(self) -> int:
+        """Scratch of the forward."""
+        return 0
 
     def require_gradient(self, deterministic: bool) -> None:
         """Raise before the forward runs if the backward could not."""
@@ -163,6 +170,12 @@ class Call:
         out = q.new_empty((p.batch, p.seqlen_q, p.heads, p.head_dim_v))  # torch.empty takes longer
         return out, q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
 
+    def run(self, q, k, v, lengths: Lengths | None = None):
+        """out and lse."""
+        out, lse = self.outputs(q)
+        self.forward(q, k, v, out, lse, lengths)
+        return out, lse
+
     def forward(self, q, k, v, out, lse, lengths: Lengths | None = None) -> None:
         """Fill out and lse."""
         p = self.problem
@@ -178,7 +191,7 @@ class Call:
         else:
             if not self.plain:
                 q, k, v, out = (launch.plain_strides(t) for t in (q, k, v, out))
-            rest = self.rest(q, lengths)
+            rest = self.rest(q, lengths, self.forward_ints)
             launch.forward((q, k, v, out, lse), self.resolved, rest, self.arch)
 
     def reference(self, q, k, v, sink=None, lengths: Lengths | None = None):
@@ -212,32 +225,39 @@ class Call:
             for grad, value in zip(grads, find(dout, *saved[:3], *args, **options)):
                 grad.copy_(value)
             return
-        spec = tune.backward_spec(p, deterministic)
-        given = launch.NONE if lengths is None else lengths.tensors
-        launch.backward((*saved, dout, dlse), spec, p, self.arch, self.backend, grads, given)
+        found = self._backward(deterministic, dlse is not None)
+        rest = self.rest(saved[0], lengths, found.ints)
+        launch.run_backward((*saved, dout, dlse), grads, found, rest, self.arch)
+
+    def _backward(self, deterministic: bool, has_dlse: bool) -> launch.Backward:
+        """The compiled backward: looked for once, since its config checks its whole plan."""
+        key = deterministic, has_dlse
+        if key not in self._backwards:
+            p = self.problem
+            how = (self.arch, self.backend, has_dlse, self.given)
+            spec = tune.backward_spec(p, deterministic)
+            self._backwards[key] = launch.resolve_backward(spec, p, *how)
+        return self._backwards[key]
+
+    @cached_property
+    def _backwards(self) -> dict[tuple[bool, bool], launch.Backward]:
+        return {}
 
 
 @dataclass(frozen=True)
 class VarlenCall(Call):
     """The same for sequences one after the other; their lengths are tensors, and no part of it."""
 
-    given: tuple[bool, bool, bool, bool] = (False, False, False, False)  # which lengths there are
-
     @cached_property
-    def resolved(self):
-        """The compiled forward and its config."""
-        return launch.resolve(self.problem, self.arch, self.backend, self.given)
-
-    @cached_property
-    def _tile_ints(self) -> int:
+    def forward_ints(self) -> int:
+        """Scratch of the forward."""
         p = self.problem
         spec = tune.forward_spec(p, self.arch)
         return launch.tile_ints(self.resolved[1], spec, p, p.heads_kv)
 
-    def rest(self, q, lengths) -> tuple:
-        """What the forward takes after its tensors, scratch for the list of tiles among it."""
-        p = self.problem
-        tiles = q.new_empty(self._tile_ints, dtype=torch.int32)
+    def rest(self, q, lengths, ints: int) -> tuple:
+        """What kernels take after their tensors; ``ints`` of scratch for a list of tiles."""
+        p, tiles = self.problem, launch.scratch(q, ints)
         return launch.rest(p.softmax_scale, self.num_sms, p.limits, lengths.tensors, tiles)
 
     def outputs(self, q):

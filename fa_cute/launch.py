@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -98,23 +101,46 @@ def backward(
 
     ``lengths``: as in `rest`.
     """
-    cfg = tune.backward(spec, arch)
-    q = tensors[0]
-    has_dlse = tensors[6] is not None
     given = tuple(t is not None for t in lengths)
+    found = resolve_backward(spec, problem, arch, backend, tensors[6] is not None, given)
+    q = tensors[0]
+    how = (problem.limits, lengths, scratch(q, found.ints))
+    tail = rest(problem.softmax_scale, num_sms(q.device, arch), *how)
+    run_backward(tensors, grads, found, tail, arch)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A compiled backward, and the scratch memory of a call."""
+
+    kernel: Callable
+    cfg: Any
+    floats: int
+    ints: int  # for the list of tiles of a varlen call; 0: none
+
+
+def resolve_backward(
+    spec: BwdSpec, problem: AttnProblem, arch: Arch, backend: str, has_dlse: bool, given: tuple
+) -> Backward:
+    """The compiled backward of a problem; ``given`` as in `compile.backward`."""
+    cfg = tune.backward(spec, arch)
     kernel = compile.backward(cfg, spec, arch, backend, has_dlse, given)
-    sizes = Sizes(
-        problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k
-    )
-    work = torch.empty(workspace_floats(cfg, spec, sizes), device=q.device, dtype=torch.float32)
+    p = problem
+    sizes = Sizes(p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
+    ints = tile_ints(cfg, spec, p, p.heads) if spec.varlen else 0
+    return Backward(kernel, cfg, workspace_floats(cfg, spec, sizes), ints)
+
+
+def run_backward(tensors, grads, found: Backward, rest: tuple, arch: Arch) -> None:
+    """`backward` by what `resolve_backward` gave."""
+    work = tensors[0].new_empty((found.floats,), dtype=torch.float32)
     args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
-    tiles = None
-    if spec.varlen:
-        ints = tile_ints(cfg, spec, problem, problem.heads)
-        tiles = torch.empty(ints, device=q.device, dtype=torch.int32)
-    sms = num_sms(q.device, arch)
-    tail = rest(problem.softmax_scale, sms, problem.limits, lengths, tiles)
-    _run(kernel, (*args, work, *tail), arch, cfg)
+    _run(found.kernel, (*args, work, *rest), arch, found.cfg)
+
+
+def scratch(q, ints: int):
+    """Uninitialised memory for the list of tiles; None where there is none."""
+    return q.new_empty((ints,), dtype=torch.int32) if ints else None
 
 
 def _run(kernel, args, arch: Arch, cfg) -> None:
@@ -165,8 +191,11 @@ def plain_strides(t: torch.Tensor) -> torch.Tensor:
     torch leaves those strides arbitrary, while the kernels declare every stride a multiple of 16
     bytes.
     """
-    if 1 not in t.shape:
+    shape = t.shape
+    if 1 not in shape:
         return t
+    if not any(n == 1 and (s % 8 or s <= 0) for n, s in zip(shape, t.stride())):
+        return t  # as good as packed: most tensors
     strides, packed = list(t.stride()), 1
     for dim in reversed(range(t.ndim)):
         if t.shape[dim] == 1:

@@ -48,10 +48,7 @@ transforming = torch._C._are_functorch_transforms_active
 
 
 def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"):
-    call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
-    out, lse = call.outputs(q)
-    call.forward(q, k, v, out, lse)
-    return out, lse
+    return dispatch.call_of(q, k, v, (scale, causal, left, right, how)).run(q, k, v)
 
 
 def _run_fwd_out(q, k, v, out, lse, *options):
@@ -62,7 +59,7 @@ def _run_fwd_out(q, k, v, out, lse, *options):
 
 
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))  # torch.empty takes longer
     _differentiate((q, k, v, out, lse), dout, dlse, options, grads)
     return grads
 
@@ -125,26 +122,27 @@ class FlashAttn(torch.autograd.Function):
     """The kernels' place in autograd."""
 
     @staticmethod
-    def forward(q, k, v, options):
-        if nobody_watches(q, k, v):
-            return _run_fwd(q, k, v, *options)
+    def forward(q, k, v, options, call):
+        """``call``: the validated one where nobody watches; else the dispatcher is asked."""
+        if call is not None:
+            return call.run(q, k, v)
         with below_autograd():
             return _fwd(q, k, v, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, ctx.options = inputs
+        q, k, v, ctx.options, _ = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return None, None, None, None
+            return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        return *_gradients(dout, q, k, v, out, lse, dlse, *ctx.options), None
+        return *_gradients(dout, q, k, v, out, lse, dlse, *ctx.options), None, None
 
 
 class Gradients(torch.autograd.Function):
@@ -172,6 +170,8 @@ def _gradients(*inputs):
         isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
     ):
         return Gradients.apply(*inputs)
+    if nobody_watches(*inputs[1:4]):
+        return _run_bwd(*inputs)
     with below_autograd():
         return _bwd(*inputs)
 
@@ -193,13 +193,15 @@ def _autograd_fwd(q, k, v, *options):
             *options,
             *(None, False, -1, -1, None, "auto")[len(options) :],
         )
-        deterministic = wants_determinism(deterministic)
-        return FlashAttn.apply(q, k, v, (scale, causal, left, right, deterministic, how))
+        options = (scale, causal, left, right, wants_determinism(deterministic), how)
+        return recorded(FlashAttn)(q, k, v, options, None)
     with below_autograd():
         return _fwd(q, k, v, *options)
 
 
-_apply = super(torch.autograd.Function, FlashAttn).apply  # without a look at signatures
+def recorded(function):
+    """How to apply an autograd function: without a look at signatures where nobody needs one."""
+    return function.apply if transforming() else super(torch.autograd.Function, function).apply
 
 
 def attention(q, k, v, options):
@@ -217,11 +219,12 @@ def attention(q, k, v, options):
     *rest, deterministic, how = options
     deterministic = wants_determinism(deterministic)
     options = (*rest, deterministic, how)
+    call = None
     if not stands_in(q):
-        dispatch.call_of(q, k, v, (*rest, how)).require_gradient(deterministic)
-    if transforming():
-        return FlashAttn.apply(q, k, v, options)
-    return _apply(q, k, v, options)
+        call = dispatch.call_of(q, k, v, (*rest, how))
+        call.require_gradient(deterministic)
+    known = call if nobody_watches(q, k, v) else None
+    return recorded(FlashAttn)(q, k, v, options, known)
 
 
 def nobody_watches(q, k, v) -> bool:
@@ -286,8 +289,10 @@ def flash_fwd(
         lse: (batch, heads, seqlen_q) float32, contiguous; natural log, -inf where no key is seen.
     """
     left, right = window_sides(window_size)
+    if out is None and lse is None:
+        with torch.no_grad():
+            return attention(q, k, v, (softmax_scale, causal, left, right, False, backend))
     if out is None or lse is None:
-        check_tensors(q, k, v)
         new_out, new_lse = _fake_fwd(q, k, v)
         out, lse = new_out if out is None else out, new_lse if lse is None else lse
     with torch.no_grad():

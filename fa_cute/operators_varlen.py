@@ -25,9 +25,9 @@ from .operators import (
     check_like,
     library,
     nobody_watches,
+    recorded,
     refuse_tangents,
     stands_in,
-    transforming,
     window_sides,
 )
 from .problem import check_layout, check_tensors, describe
@@ -63,10 +63,7 @@ def _given(args: tuple, *last) -> tuple:
 
 def _run_fwd(q, k, v, *args):
     lengths, (*options, _, backend) = _given(args, None, "auto")
-    call = dispatch.call_of(q, k, v, (*options, backend), lengths)
-    out, lse = call.outputs(q)
-    call.forward(q, k, v, out, lse, lengths)
-    return out, lse
+    return dispatch.call_of(q, k, v, (*options, backend), lengths).run(q, k, v, lengths)
 
 
 def _run_fwd_out(q, k, v, out, lse, *args):
@@ -78,7 +75,7 @@ def _run_fwd_out(q, k, v, out, lse, *args):
 
 
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *args):
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
     _differentiate((q, k, v, out, lse), dout, dlse, args, grads)
     return grads
 
@@ -127,28 +124,28 @@ class VarlenAttn(torch.autograd.Function):
     """The kernels' place in autograd."""
 
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, used_q, used_k, options):
-        lengths = (cu_q, cu_k, used_q, used_k)
-        if nobody_watches(q, k, v):
-            return _run_fwd(q, k, v, *lengths, *options)
+    def forward(q, k, v, cu_q, cu_k, used_q, used_k, options, call):
+        """``call``: the validated one where nobody watches; else the dispatcher is asked."""
+        if call is not None:
+            return call.run(q, k, v, Lengths(cu_q, cu_k, used_q, used_k))
         with below_autograd():
-            return _fwd(q, k, v, *lengths, *options)
+            return _fwd(q, k, v, cu_q, cu_k, used_q, used_k, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *lengths, ctx.options = inputs
+        q, k, v, *lengths, ctx.options, _ = inputs
         ctx.save_for_backward(q, k, v, *output, *lengths)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
         q, k, v, out, lse, *lengths = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         grads = _gradients(dout, q, k, v, out, lse, dlse, *lengths, *ctx.options)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 class VarlenGradients(torch.autograd.Function):
@@ -176,6 +173,8 @@ def _gradients(*inputs):
         isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
     ):
         return VarlenGradients.apply(*inputs)
+    if nobody_watches(*inputs[1:4]):
+        return _run_bwd(*inputs)
     with below_autograd():
         return _bwd(*inputs)
 
@@ -186,12 +185,9 @@ def _autograd_fwd(q, k, v, *args):
     if dispatch.wants_grad(q, k, v):
         lengths, (*options, deterministic, backend) = _given(args, None, "auto")
         options = (*options, wants_determinism(deterministic), backend)
-        return VarlenAttn.apply(q, k, v, *lengths.tensors, options)
+        return recorded(VarlenAttn)(q, k, v, *lengths.tensors, options, None)
     with below_autograd():
         return _fwd(q, k, v, *args)
-
-
-_apply = super(torch.autograd.Function, VarlenAttn).apply  # without a look at signatures
 
 
 def attention(q, k, v, lengths: Lengths, options: tuple):
@@ -209,10 +205,12 @@ def attention(q, k, v, lengths: Lengths, options: tuple):
     *rest, deterministic, backend = options
     deterministic = wants_determinism(deterministic)
     options = (*rest, deterministic, backend)
+    call = None
     if not stands_in(q):
-        dispatch.call_of(q, k, v, (*rest, backend), lengths).require_gradient(deterministic)
-    apply = VarlenAttn.apply if transforming() else _apply
-    return apply(q, k, v, *lengths.tensors, options)
+        call = dispatch.call_of(q, k, v, (*rest, backend), lengths)
+        call.require_gradient(deterministic)
+    known = call if nobody_watches(q, k, v) else None
+    return recorded(VarlenAttn)(q, k, v, *lengths.tensors, options, known)
 
 
 def flash_varlen_fwd(
@@ -242,10 +240,14 @@ def flash_varlen_fwd(
         lse: (heads, total_q) float32, contiguous.
     """
     left, right = window_sides(window_size)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if out is None and lse is None:
+        options = (softmax_scale, causal, left, right, False, backend)
+        with torch.no_grad():
+            return attention(q, k, v, Lengths(*lengths), options)
     if out is None or lse is None:
         new_out, new_lse = _fake_fwd(q, k, v)
         out, lse = new_out if out is None else out, new_lse if lse is None else lse
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     with torch.no_grad():
         _fwd_out(q, k, v, out, lse, *lengths, softmax_scale, causal, left, right, backend)
     return out, lse

@@ -7,6 +7,7 @@ plan against the architecture when it is made, so a row that does not fit fails 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .arch import ARCHS, Arch
@@ -225,6 +226,7 @@ def backward_spec(problem: AttnProblem, deterministic: bool) -> BwdSpec:
     )
 
 
+@cache
 def backward(spec: BwdSpec, arch: Arch):
     """The config of the backward for a spec; raises UnsupportedError where there is none."""
     if arch.family == "sm90":

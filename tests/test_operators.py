@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import fa_cute
-from fa_cute import dispatch, flash_attn_func, operators, ops
+from fa_cute import arch, compile, dispatch, flash_attn_func, operators, ops, tune
 
 pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
 OPS = torch.ops.fa_cute
@@ -308,3 +308,35 @@ def test_what_was_validated_says_nothing_about_a_lazy_negative(monkeypatch):
     flash_attn_func(q, k, v)
     with pytest.raises(fa_cute.ArgumentError, match="negative"):
         flash_attn_func(torch._neg_view(q), k, v)
+
+
+def test_a_warm_call_looks_nothing_up(monkeypatch):
+    """The kernels and the scratch of a call are found once, forward and backward."""
+    asked = []
+
+    def kernel(*args):
+        for t in args:
+            if isinstance(t, torch.Tensor):
+                t.zero_()
+
+    monkeypatch.setattr(dispatch, "_REPEATED", "cpu")  # CUDA tensors are remembered
+    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(compile, "get", lambda request, target: asked.append(request) or kernel)
+    for _ in range(3):
+        q, k, v = leaves()
+        gradients(both, q, k, v)
+    assert [r.kind for r in asked] == ["forward", "backward"]
+    spec = tune.BwdSpec("bf16", 64, 64, True)
+    assert tune.backward(spec, arch.get("sm_90a")) is tune.backward(spec, arch.get("sm_90a"))
+
+
+def test_padding_strides_are_replaced_only_where_they_must():
+    from fa_cute.launch import plain_strides
+
+    x = torch.empty(4, 1, 3, 64)
+    assert plain_strides(x) is x and plain_strides(x[:1]) is not None
+    for odd in (x.as_strided((4, 1, 3, 64), (192, 7, 64, 1)), x[:1].expand(1, 1, 3, 64)):
+        plain = plain_strides(odd)
+        assert plain.shape == odd.shape and all(s % 8 == 0 for s in plain.stride()[:3])
+    zero = x.as_strided((1, 1, 3, 64), (0, 0, 64, 1))
+    assert min(plain_strides(zero).stride()) > 0
