@@ -124,12 +124,15 @@ class VarlenAttn(torch.autograd.Function):
     """The kernels' place in autograd."""
 
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, used_q, used_k, options, call):
-        """``call``: the validated one where nobody watches; else the dispatcher is asked."""
+    def forward(q, k, v, *rest):
+        """``rest``: the lengths, options, and the validated call where nobody watches; else None,
+        and the dispatcher is asked.
+        """
+        *lengths, options, call = rest
         if call is not None:
-            return call.run(q, k, v, Lengths(cu_q, cu_k, used_q, used_k))
+            return call.run(q, k, v, Lengths(*lengths))
         with below_autograd():
-            return _fwd(q, k, v, cu_q, cu_k, used_q, used_k, *options)
+            return _fwd(q, k, v, *lengths, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
