@@ -182,6 +182,7 @@ def run_doctor(args) -> int:
     for name, use in OPTIONAL.items():
         print(f"  {name:30} {_version(name) or f'- (optional: {use})'}")
     print(f"  {'nvdisasm':30} {shutil.which('nvdisasm') or '- (optional: SASS)'}")
+    print(_driver())
     print(_devices())
     for line, fault in (_cache_state(), *_environment()):
         faults += fault
@@ -198,6 +199,19 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _driver() -> str:
+    """The version of CUDA that the installed driver goes up to."""
+    try:
+        from cuda.bindings import driver
+
+        status, version = driver.cuDriverGetVersion()
+    except (ImportError, RuntimeError) as error:  # no libcuda
+        return f"driver: none ({str(error).splitlines()[0]})"
+    if int(status) != 0:
+        return f"driver: answered {status}"
+    return f"driver: CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def _devices() -> str:

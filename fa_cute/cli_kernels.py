@@ -16,6 +16,7 @@ OK, FOUND = 0, 1
 KINDS = {"fwd": "forward", "bwd": "backward"}
 TABLE_BEGIN = "<!-- support table: make pages -->"
 TABLE_END = "<!-- end of support table -->"
+SPILLS = ("stack", "spill loads", "spill stores")
 HELPERS = ("Preprocess", "Postprocess", "Prepare")  # kernels that are launched beside a main one
 
 
@@ -41,6 +42,9 @@ def add_commands(commands) -> None:
     regs.add_argument("--gqa", type=int, default=1, help="heads / heads_kv of the backward")
     regs.add_argument("--deterministic", action="store_true", help="the repeatable backward")
     regs.add_argument("--json", action="store_true")
+    regs.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two outputs of --json"
+    )
     regs.set_defaults(run=run_regs)
 
     pages = commands.add_parser("pages", help="write a page per kernel from the plans")
@@ -97,6 +101,8 @@ def requests(
 
 def run_regs(args) -> int:
     """Compile kernels and print what the assembler gave them."""
+    if args.diff:
+        return run_diff(*(json.loads(path.read_text()) for path in args.diff))
     wanted = {
         "dtypes": (args.dtype,),
         "masks": tuple(mask == "causal" for mask in args.mask),
@@ -125,6 +131,23 @@ def run_regs(args) -> int:
 
     print(json.dumps(found, indent=2) if args.json else text_table(found))
     return FOUND if any(r["stack"] or r["spill loads"] for r in found) else OK
+
+
+def run_diff(old: list[dict], new: list[dict]) -> int:
+    """Print what two outputs of regs differ in; exit 1 if a kernel spills that did not."""
+    from .cli import text_table
+
+    before, after = ({(r["kernel"], r["part"]): r for r in rows} for rows in (old, new))
+    lines, worse = [], 0
+    for key in dict.fromkeys((*before, *after)):
+        a, b = before.get(key, {}), after.get(key, {})
+        for what in dict.fromkeys((*a, *b)):
+            if a.get(what) != b.get(what) and what not in ("kernel", "part"):
+                line = {"kernel": key[0], "part": key[1], "what": what}
+                lines.append({**line, "old": a.get(what, "-"), "new": b.get(what, "-")})
+                worse += what in SPILLS and (b.get(what) or 0) > (a.get(what) or 0)
+    print(text_table(lines) if lines else "no difference")
+    return FOUND if worse else OK
 
 
 def parts(request: Request) -> list[tuple[str, object]]:

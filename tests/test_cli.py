@@ -74,7 +74,7 @@ def test_doctor(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
     code, out, _ = run(capsys, "doctor", "--no-compile")
     assert code == cli.OK
-    for word in ("torch", "nvidia-cutlass-dsl", "devices", str(tmp_path / "kernels")):
+    for word in ("torch", "nvidia-cutlass-dsl", "driver: ", "devices", str(tmp_path / "kernels")):
         assert word in out, word
     monkeypatch.setenv("FA_CUTE_TYPO", "1")
     code, out, _ = run(capsys, "doctor", "--no-compile")
@@ -86,6 +86,23 @@ def test_doctor_reports_a_cache_that_cannot_be_written(capsys, monkeypatch, tmp_
     monkeypatch.setenv("FA_CUTE_CACHE_DIR", str(tmp_path / "file"))
     code, out, _ = run(capsys, "doctor", "--no-compile")
     assert code == cli.FOUND and "cannot be written" in out
+
+
+def test_regs_of_two_days(capsys, tmp_path):
+    def rows(name, **changes):
+        path = tmp_path / name
+        row = {"kernel": "sm_90a-fwd-d64-full", "part": "main", "regs": 96, "stack": 0, "smem": 5}
+        path.write_text(json.dumps([{**row, **changes}]))
+        return str(path)
+
+    old = rows("old")
+    assert run(capsys, "regs", "--diff", old, old)[:2] == (cli.OK, "no difference\n")
+    code, out, _ = run(capsys, "regs", "--diff", old, rows("new", stack=8, smem=6))
+    assert code == cli.FOUND and [line.split()[2:] for line in out.splitlines()[1:]] == [
+        ["stack", "0", "8"],
+        ["smem", "5", "6"],
+    ]
+    assert run(capsys, "regs", "--diff", rows("new", stack=8), old)[0] == cli.OK
 
 
 def test_output_that_nobody_reads_to_the_end():

@@ -110,7 +110,7 @@ RULES = (
             "__init__",
         ),
         (),
-        ("torch", "cutlass"),
+        ("torch", "cutlass", "cuda"),
     ),
     Rule("__main__", ("cli",)),
 )
