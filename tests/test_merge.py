@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fa_cute import ArgumentError, merge_attention, reference
+from fa_cute import ArgumentError, flash_attn_varlen_func, merge_attention, reference
 
 
 def inputs(seqlen_q=5, seqlen_k=12, dtype=torch.float64):
@@ -36,6 +36,23 @@ def test_equals_attention_over_all_keys(cuts):
     expected = torch.autograd.grad((want, want_lse), (q, k, v), (dout, dlse))
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_sequences():
+    q, k, v = (t[0] for t in inputs())
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    parts = [
+        flash_attn_varlen_func(
+            q, k[:n], v[:n], cu, torch.tensor([0, n // 2, n], dtype=torch.int32),
+            return_lse=True, backend="reference",
+        )
+        for n in (6, 12)
+    ]  # fmt: skip
+    out, lse = merge_attention(*zip(*parts))
+    assert out.shape == parts[0][0].shape and lse.shape == parts[0][1].shape == (4, 5)
+    batched = merge_attention([o[None] for o, _ in parts], [s[None] for _, s in parts])
+    assert torch.equal(out, batched[0][0]) and torch.equal(lse, batched[1][0])
+    torch.testing.assert_close(lse.double(), torch.logaddexp(*(s.double() for _, s in parts)))
 
 
 def test_gradcheck():
@@ -86,6 +103,8 @@ def test_dtypes():
         ([torch.ones(1, 2, 1, 4)], []),
         ([torch.ones(1, 2, 1, 4)], [torch.ones(1, 2, 1)]),
         ([torch.ones(1, 2, 1, 4)], [torch.ones(1, 1, 2).half()]),
+        ([torch.ones(2, 1, 4)], [torch.ones(2, 1)]),
+        ([torch.ones(2, 4)], [torch.ones(2)]),
         ([torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 5)], [torch.ones(1, 1, 2)] * 2),
         ([torch.ones(1, 2, 1, 4)], [torch.ones(1, 1, 2, device="meta")]),
         ([1.0], [2.0]),

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa_cute
-from fa_cute import ArgumentError, UnsupportedError, dispatch, flash_attn_varlen_func, reference
+from fa_cute import (
+    ArgumentError,
+    UnsupportedError,
+    compile,
+    dispatch,
+    flash_attn_varlen_func,
+    reference,
+    tune,
+)
 from fa_cute.lengths import Lengths
 
 HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 16, 8
@@ -125,8 +133,8 @@ def test_padded_batches(padded_q):
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_ends_of_the_range(lens_q, lens_k, backend, monkeypatch):
     """No sequence, empty ones only, one: no kernel is needed but for the last."""
-    everything = {"sm100": (fa_cute.tune.VARLEN,)}
-    monkeypatch.setattr(fa_cute.tune, "FORWARD_DOES", everything)
+    everything = {"sm100": (tune.VARLEN,)}
+    monkeypatch.setattr(tune, "FORWARD_DOES", everything)
     if backend == "auto" and sum(lens_q) and sum(lens_k):
         pytest.skip("needs a kernel")
     q = torch.randn(sum(lens_q), 2, 64).bfloat16()
@@ -229,8 +237,8 @@ def test_there_are_at_least_25():
 @pytest.mark.parametrize("table", ["FORWARD_DOES", "BACKWARD_DOES"])
 def test_without_a_kernel(table, monkeypatch):
     for name in ("FORWARD_DOES", "BACKWARD_DOES"):
-        monkeypatch.setattr(fa_cute.tune, name, {"sm100": (fa_cute.tune.VARLEN,)})
-    monkeypatch.setattr(fa_cute.tune, table, {"sm100": ()})
+        monkeypatch.setattr(tune, name, {"sm100": (tune.VARLEN,)})
+    monkeypatch.setattr(tune, table, {"sm100": ()})
     x = torch.ones(6, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(UnsupportedError, match="variable lengths: not implemented"):
         flash_attn_varlen_func(x, x, x, CU_Q, CU_Q)
@@ -257,3 +265,24 @@ def test_reference_of_no_sequences():
     q, k, v = packed(3, 3, grad=False)
     out, lse = reference.attention_of_sequences(q, k, v, [])
     assert (out == 0).all() and (lse == -math.inf).all() and lse.shape == (HEADS, 3)
+
+
+def test_one_compile_in_all(monkeypatch):
+    """Lengths, totals, how many sequences, max_seqlen, window sizes: no part of a kernel."""
+    asked = set()
+    monkeypatch.setattr(tune, "FORWARD_DOES", {"sm90": (tune.VARLEN, tune.WINDOW)})
+    monkeypatch.setattr(fa_cute.launch, "tile_ints", lambda *args: 64)
+    monkeypatch.setattr(compile, "get", lambda request, target: asked.add(request) or print)
+    monkeypatch.setattr(fa_cute.launch, "_run", lambda *args: None)
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+    for lens, most, window, heads in (
+        ((3, 5), 5, (4, 2), 2),
+        ((3, 5), torch.tensor(5), (4, 2), 2),
+        ((8,), None, (1, 1), 2),
+        ((0, 7, 900), 900, (10**12, 77), 4),
+    ):
+        cu, x = starts(lens), torch.zeros(sum(lens), heads, 64, dtype=torch.bfloat16)
+        flash_attn_varlen_func(x, x, x, cu, cu, most, most, window_size=window)
+    assert len(asked) == 1
+    flash_attn_varlen_func(x, x, x, cu, cu, seqused_q=cu[1:] - cu[:-1], window_size=window)
+    assert len(asked) == 2, "a further input"
