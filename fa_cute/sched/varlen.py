@@ -218,16 +218,23 @@ class Varlen:
     heads: Any
     capacity: Any  # no more tiles than this, heads counted
 
+    def at(self, index: Any) -> Tile:
+        """The i-th tile; past the end the last one, not valid.
+
+        The header is read again each time: a walk keeps nothing of it in registers.
+        """
+        tiles, width, _, _ = int_row(self.header, 0, 0, 4)
+        size = tiles * self.heads
+        inside = lo(index, hi(size - 1, 0))
+        entry = inside // width
+        sequence, block, first, _ = int_row(self.entries, entry, 0, ENTRY_INTS)
+        return Tile(block, first + inside - entry * width, sequence, index < size)
+
     def grid(self, num_sms: Any, cluster: int = 1) -> tuple[Any, int, int]:
         return grid_of(capped(self.capacity, num_sms, cluster), cluster)
 
-    def listed(self) -> Listed:
-        """The order, once the header has been read."""
-        tiles, width, _, _ = int_row(self.header, 0, 0, 4)
-        return Listed(self.entries, width, tiles * self.heads)
-
     def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Any:
-        return SnakeWalk(self.listed(), block // cluster, num_blocks // cluster, 0 * block)
+        return SnakeWalk(self, block // cluster, num_blocks // cluster, 0 * block)
 
 
 @dataclass(frozen=True)
@@ -240,20 +247,4 @@ class VarlenOnce(Varlen):
         return grid_of(self.capacity, cluster)
 
     def start(self, block: Any, num_blocks: Any, cluster: int = 1) -> Any:
-        return Once(self.listed(), block // cluster)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """The list in a kernel."""
-
-    entries: Any
-    width: Any  # heads of a section
-    size: Any  # tiles, heads counted
-
-    def at(self, index: Any) -> Tile:
-        """The i-th tile; past the end the last one, not valid."""
-        inside = lo(index, hi(self.size - 1, 0))
-        entry = inside // self.width
-        sequence, block, first, _ = int_row(self.entries, entry, 0, ENTRY_INTS)
-        return Tile(block, first + inside - entry * self.width, sequence, index < self.size)
+        return Once(self, block // cluster)

@@ -106,7 +106,7 @@ def test_thousands_of_sequences_cost_what_they_are() -> None:
         order, made = order_of(work, batch, 16, 1, Band())
         seconds.append(time.process_time() - start)
         assert made.header[0][:2] == (count, 16)
-        assert order.listed().at(16 * 5000 + 3) == Tile(0, 3, 5000, True)
+        assert order.at(16 * 5000 + 3) == Tile(0, 3, 5000, True)
     assert seconds[1] < 3 * seconds[0]
 
 
@@ -154,11 +154,9 @@ def test_without_dealing_some_get_far_more() -> None:
     batch = [(1024, 1024)] * 16
     work, mask = Work("q", 128, 128, 512, descending=True), Band(right=0)
     order, _ = order_of(work, batch, 16, 1, mask)
+    size = order.header[0][0] * 16
     work_of = [
-        sum(
-            work.visited(mask, order.listed().at(i).m_block, 1024, 1024)
-            for i in range(cta, order.listed().size, 132)
-        )
+        sum(work.visited(mask, order.at(i).m_block, 1024, 1024) for i in range(cta, size, 132))
         for cta in range(132)
     ]
     assert max(work_of) > 1.3 * sum(work_of) / 132
