@@ -2,7 +2,8 @@
 
 Not collected by pytest. opcheck on CUDA tensors; torch.compile against eager, bit for bit; replays
 of a CUDA graph; side streams and tensors that cross them; another current device; the refusal to
-compile during a capture; a second process that loads from disk; host time of a warm call.
+compile during a capture; a second process that loads from disk; sequences of different lengths
+without a synchronisation, compiled once, in a graph whose lengths change; host time of a warm call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 
 import torch
 
-from fa_cute import CompileDuringCaptureError, compile, flash_attn_func
+from fa_cute import CompileDuringCaptureError, compile, flash_attn_func, flash_attn_varlen_func
 
 OPS = torch.ops.fa_cute
 REPLAYS = 100
@@ -135,6 +136,60 @@ def check_second_process():
     assert float(done.stdout) == here
 
 
+def packed(lengths, seed=0):
+    """cu_seqlens, q, k, v."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+    return ends, *(t[0].detach().requires_grad_() for t in inputs(sum(lengths), 1, seed))
+
+
+def sequences(cu, most=None):
+    """A function of q, k, v."""
+
+    def attend(q, k, v):
+        options = {"causal": True, "return_lse": True, "deterministic": True}
+        return flash_attn_varlen_func(q, k, v, cu, cu, most, most, **options)
+
+    return attend
+
+
+def check_varlen_operators():
+    cu, q, k, v = packed((100, 0, 300))
+    torch.library.opcheck(OPS.varlen_fwd, (q, k, v, cu, cu), {"causal": True})
+    compiled = torch.compile(sequences(cu), fullgraph=True, dynamic=True)
+    assert same(gradients(compiled, q, k, v), gradients(sequences(cu), q, k, v))
+
+
+def check_varlen_compiles_once_and_never_waits():
+    cu, *tensors = packed((100, 0, 300))
+    gradients(sequences(cu), *tensors)
+    torch.cuda.synchronize()
+    mode = compile.jit_monitor("error")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for lengths, most in (((100, 0, 300), 300), ((64,), None), ((7, 900, 1, 1), "tensor")):
+            torch.cuda.set_sync_debug_mode("default")
+            cu, *tensors = packed(lengths)
+            most = torch.tensor(900, device="cuda") if most == "tensor" else most
+            torch.cuda.set_sync_debug_mode("error")
+            gradients(sequences(cu, most), *tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        compile.jit_monitor(mode)
+
+
+def check_varlen_graph():
+    """The lengths are inputs of the graph: other ones in the same tensor, other results."""
+    cu, q, k, v = packed((200, 312))
+    gradients(sequences(cu), q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gradients(sequences(cu), q, k, v)
+    for cut in (0, 1, 129, 512):
+        cu.copy_(torch.tensor([0, cut, 512], dtype=torch.int32))
+        graph.replay()
+        assert same(got, gradients(sequences(cu.clone()), q, k, v)), cut
+
+
 def host_us(fn, calls=200, rounds=20) -> float:
     """The least time of a call on the host; the queue is drained between rounds."""
     best = float("inf")
@@ -150,8 +205,22 @@ def host_us(fn, calls=200, rounds=20) -> float:
 def check_host_time():
     q, k, v = inputs(64, 1)
     grad = host_us(lambda: flash_attn_func(q, k, v, causal=True))
+    out = flash_attn_func(q, k, v, causal=True)
+    dout = torch.ones_like(out)
+    back = host_us(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    operator = host_us(lambda: OPS.fwd(q, k, v, None, True))
     with torch.no_grad():
         plain = host_us(lambda: flash_attn_func(q, k, v, causal=True))
+    found = {"without grad": plain, "with grad": grad, "operator, grad": operator, "backward": back}
+    return {name: round(us, 1) for name, us in found.items()}
+
+
+def check_varlen_host_time():
+    cu, *tensors = packed((30, 34))
+    attend = sequences(cu)
+    grad = host_us(lambda: attend(*tensors))
+    with torch.no_grad():
+        plain = host_us(lambda: attend(*tensors))
     return {"without grad": round(plain, 1), "with grad": round(grad, 1)}
 
 
@@ -163,7 +232,11 @@ CHECKS = (
     check_streams,
     check_devices,
     check_second_process,
+    check_varlen_operators,
+    check_varlen_compiles_once_and_never_waits,
+    check_varlen_graph,
     check_host_time,
+    check_varlen_host_time,
 )
 
 
