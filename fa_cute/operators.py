@@ -219,12 +219,11 @@ def attention(q, k, v, options):
     *rest, deterministic, how = options
     deterministic = wants_determinism(deterministic)
     options = (*rest, deterministic, how)
-    call = None
-    if not stands_in(q):
+    call, alone = None, nobody_watches(q, k, v)
+    if alone or not stands_in(q):
         call = dispatch.call_of(q, k, v, (*rest, how))
         call.require_gradient(deterministic)
-    known = call if nobody_watches(q, k, v) else None
-    return recorded(FlashAttn)(q, k, v, options, known)
+    return recorded(FlashAttn)(q, k, v, options, call if alone else None)
 
 
 def nobody_watches(q, k, v) -> bool:

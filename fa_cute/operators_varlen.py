@@ -208,11 +208,11 @@ def attention(q, k, v, lengths: Lengths, options: tuple):
     *rest, deterministic, backend = options
     deterministic = wants_determinism(deterministic)
     options = (*rest, deterministic, backend)
-    call = None
-    if not stands_in(q):
+    call, alone = None, nobody_watches(q, k, v)
+    if alone or not stands_in(q):
         call = dispatch.call_of(q, k, v, (*rest, backend), lengths)
         call.require_gradient(deterministic)
-    known = call if nobody_watches(q, k, v) else None
+    known = call if alone else None
     return recorded(VarlenAttn)(q, k, v, *lengths.tensors, options, known)
 
 
