@@ -194,7 +194,10 @@ def plain_strides(t: torch.Tensor) -> torch.Tensor:
     shape = t.shape
     if 1 not in shape:
         return t
-    if not any(n == 1 and (s % 8 or s <= 0) for n, s in zip(shape, t.stride())):
+    for n, s in zip(shape, t.stride()):
+        if n == 1 and (s % 8 or s <= 0):
+            break
+    else:
         return t  # as good as packed: most tensors
     strides, packed = list(t.stride()), 1
     for dim in reversed(range(t.ndim)):
