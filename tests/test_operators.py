@@ -340,3 +340,15 @@ def test_padding_strides_are_replaced_only_where_they_must():
         assert plain.shape == odd.shape and all(s % 8 == 0 for s in plain.stride()[:3])
     zero = x.as_strided((1, 1, 3, 64), (0, 0, 64, 1))
     assert min(plain_strides(zero).stride()) > 0
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_a_scale_of_zero_weighs_all_keys_alike(scale):
+    q, k, v = leaves()
+    out, lse = flash_attn_func(q, k, v, scale, causal=True, return_lse=True)
+    seen = torch.arange(1, 65)
+    mean = v.detach().float().cumsum(1) / seen.view(1, -1, 1, 1)
+    torch.testing.assert_close(out.float(), mean, rtol=2**-8, atol=2**-10)
+    torch.testing.assert_close(lse[0, 0], seen.float().log(), rtol=1e-6, atol=1e-6)
+    dq, dk = torch.autograd.grad(out.float().square().sum(), (q, k))
+    assert (dq == 0).all() and (dk == 0).all()
