@@ -41,16 +41,21 @@ class Case:
     @property
     def spec(self) -> BwdSpec:
         ratio = self.heads[0] // self.heads[1]
-        d = self.head_dim
-        return BwdSpec(self.dtype, d, d, self.causal, ratio, self.deterministic)
+        dims = self.head_dim, self.head_dim_v
+        return BwdSpec(self.dtype, *dims, self.causal, ratio, self.deterministic)
+
+    @property
+    def head_dim_v(self) -> int:
+        return min(self.head_dim, 128)
 
     def tensors(self) -> list[torch.Tensor]:
         """q, k, v, dout."""
         g = torch.Generator().manual_seed(self.seqlens[0] * 1000 + self.seqlens[1])
         q, k = (self.seqlens[0], self.heads[0]), (self.seqlens[1], self.heads[1])
+        d, dv = self.head_dim, self.head_dim_v
         return [
-            torch.randn(self.batch, s, h, self.head_dim, generator=g).to(DTYPES[self.dtype])
-            for s, h in (q, k, k, q)
+            torch.randn(self.batch, s, h, dim, generator=g).to(DTYPES[self.dtype])
+            for (s, h), dim in ((q, d), (k, d), (k, dv), (q, dv))
         ]
 
 
@@ -136,6 +141,12 @@ CASES = [
     Case((257, 384), (2, 2), head_dim=128, dtype="fp16", batch=2),
     Case((130, 257), (4, 2), head_dim=96, causal=True, dtype="fp16", deterministic=True),
     Case((200, 70), (3, 1), head_dim=96, batch=2),
+    # An odd number of KV tiles for pairs, and a turn for each head's dK and dV.
+    Case((130, 257), (4, 2), head_dim=128, deterministic=True),
+    # Head dim 192 has 128 for V.
+    *(Case(s, head_dim=192) for s in [(1, 1), (128, 256), (239, 1)]),
+    *(Case(s, head_dim=192, causal=True, with_dlse=True) for s in [(1, 129), (300, 513)]),
+    Case((130, 257), (4, 2), head_dim=192, causal=True, dtype="fp16", deterministic=True),
 ]
 
 
@@ -176,7 +187,9 @@ def test_a_pair_moves_what_it_should() -> None:
         assert sum(n for kind, n in moved.items() if "reduce" in kind) == dq * tiles
 
 
-@pytest.mark.parametrize("case", [Case((384, 256), head_dim=d, causal=True) for d in (64, 128)])
+@pytest.mark.parametrize(
+    "case", [Case((384, 256), head_dim=d, causal=True) for d in (64, 128, 192)]
+)
 def test_nothing_is_unordered(case: Case) -> None:
     """Happens-before among all accesses to shared and tensor memory, over several blocks."""
     _, session = run(case, races=True)

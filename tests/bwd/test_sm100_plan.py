@@ -16,18 +16,18 @@ SM100 = archs.get("sm_100a")
 
 
 def spec(head_dim: int, **changes) -> BwdSpec:
-    return replace(BwdSpec("bf16", head_dim, head_dim, causal=True), **changes)
+    return replace(BwdSpec("bf16", head_dim, dict(HEAD_DIMS)[head_dim], causal=True), **changes)
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", dict(HEAD_DIMS))
 def test_it_fits(head_dim: int, arch: str) -> None:
     cfg = config(spec(head_dim), archs.get(arch))
     assert cfg.warps.budget <= 65536
     assert cfg.tmem.alloc_cols == 512  # constant addresses
     assert cfg.smem.total <= cfg.target.smem_bytes
-    assert cfg.pair == (head_dim == 128)
-    assert cfg.tmem["dQ"].cols % 32 == 0 and cfg.tmem["dQ"].cols // 32 % cfg.dq_buffers == 0
+    assert cfg.pair == (head_dim >= 128)
+    assert cfg.tmem["dQ"].cols % (cfg.dq_cols * cfg.dq_buffers) == 0
 
 
 def test_a_pair_arrives_on_the_leader() -> None:
@@ -39,6 +39,19 @@ def test_a_pair_arrives_on_the_leader() -> None:
     assert arrivals["load_lse"] == (1, 8)
     bytes_of = {e.name: e.tx_bytes(cfg.smem) for e in cfg.topology.edges}
     assert bytes_of["load_q"] == 2 * 64 * 128 * 2 and bytes_of["load_lse"] == 128 * 4
+
+
+@pytest.mark.parametrize("head_dim", dict(HEAD_DIMS))
+def test_p_and_ds_replace_what_their_own_team_read(head_dim: int) -> None:
+    """And no team's P, or dS, lies where the other team's S, or dP, still is."""
+    cfg = config(spec(head_dim), SM100)
+    to_team, to_word = cfg.team_rows
+    for result, source in (("P", "S"), ("dS", "dP")):
+        for team in (0, 1):
+            rows = {to_team * team + to_word * w + r for w in (0, 1) for r in range(32)}
+            at = {cfg.tmem[source].start + row for row in rows}
+            region = cfg.tmem[f"{result}{team}"]
+            assert set(range(region.start, region.stop)) <= at
 
 
 def test_the_launch_order_follows_the_additions() -> None:
@@ -68,6 +81,7 @@ def test_every_element_of_a_tile_has_one_place(order) -> None:
         {"q_stages": 1},
         {"ctas": 3},
         {"ctas": 2, "head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 192},  # one CTA
         {"do_stages": 2},  # SMEM
         {"compute_regs": 168},
     ],
@@ -79,11 +93,11 @@ def test_what_does_not_fit_is_refused(changes) -> None:
 
 
 def test_head_dims_that_are_missing() -> None:
-    with pytest.raises(UnsupportedError, match="head_dim=192"):
-        config(BwdSpec("bf16", 192, 128, causal=True), SM100)
+    with pytest.raises(UnsupportedError, match="head_dim=192, head_dim_v=192"):
+        config(BwdSpec("bf16", 192, 192, causal=True), SM100)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", dict(HEAD_DIMS))
 def test_all_kernels_of_a_call_assemble_without_spills(head_dim: int) -> None:
     """The main kernel's variants are in test_sm100_variants and test_sm103_variants."""
     pytest.importorskip("cutlass")

@@ -6,11 +6,11 @@ import pytest
 
 from fa_cute.bwd.args import BwdSpec
 
-from .sm100_variants import SPECS, assembles_without_spills
+from .sm100_variants import SPECS, assembles_without_spills, name
 
 pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_no_variant_spills(spec: BwdSpec) -> None:
     assembles_without_spills(spec, "sm_103a")

@@ -11,8 +11,9 @@ from cutlass import Float32, Int32, const_expr
 
 from ...ops import ptx, tmem
 from ...ops.tmem import TmemMap
+from ..chunks import LANES
 from .ctx import BwdCtx
-from .plan import TEAMS
+from .plan import TEAMS, WORD
 
 GROUP = 32  # elements that are converted and stored together
 NO_ROW = 1 << 30  # first row that sees a key which does not exist
@@ -65,20 +66,23 @@ class Compute:
         s, dp, lse, delta = ends
         rows = cx.cfg.tile_m // TEAMS
         tm = TmemMap(cx.cfg.tmem)
-        tS, tP = tm.rows("S0", "S1", lane.team), tm.rows("P0", "P1", lane.team)
-        tdP, tdS = tm.rows("dP0", "dP1", lane.team), tm.rows("dS0", "dS1", lane.team)
-        load, src = tmem.source(tmem.load_op(GROUP), tS, lane.thread)
-        x_t2r, x = tmem.row_registers(load.partition_D, tS)
+        tP, tdS = tm.rows("P0", "P1", lane.team), tm.rows("dS0", "dS1", lane.team)
+        x = cute.make_rmem_tensor(rows, Float32)
 
         lse_full = lse.wait_and_advance()
         s.wait_and_advance()
-        cute.copy(load, src, x_t2r)
+        for w in cutlass.range_constexpr(rows // WORD):
+            load, src = tmem.source(tmem.load_op(WORD), self.word(cx, "S", lane, w), lane.thread)
+            to = cute.local_tile(x, (WORD,), (w,))
+            cute.copy(load, src, self.as_loaded(load, src, to))
         sLse = self.statistics(cx, "sLse", lse_full.index, lane.team)
         self.exponents(x, sLse, cx.g.scale_log2)
         cute.arch.fence_view_async_tmem_load()
+        if const_expr(cx.cfg.tight):
+            cx.pipes.compute_s.signal(0)
         lse_full.release()
         if const_expr(masked):
-            mask_below(x, lane.q_lo - m_block * cx.cfg.tile_m - lane.team * rows)
+            self.mask(cx, x, lane, m_block)
         for i in cutlass.range_constexpr(rows):
             x[i] = ptx.ex2_ftz(-x[i])  # P
         self.pack(cx, x, tP, lane.thread)
@@ -88,7 +92,7 @@ class Compute:
         delta_full = delta.wait_and_advance()
         dp.wait_and_advance()
         sDelta = self.statistics(cx, "sDelta", delta_full.index, lane.team)
-        self.gradients(x, tdP, sDelta, lane.thread)
+        self.gradients(cx, x, sDelta, lane)
         delta_full.release()
         self.pack(cx, x, tdS, lane.thread)
         self.exchange.put(cx, x, lane.team, lane.thread)
@@ -96,11 +100,31 @@ class Compute:
         cx.pipes.compute_ds.signal(0)
         return s, dp, lse, delta
 
+    def word(self, cx: BwdCtx, region: str, lane: Lane, index: int) -> cute.Tensor:
+        """Columns of S or dP that are one word of this team's rows."""
+        team, word = cx.cfg.team_rows
+        start = TmemMap(cx.cfg.tmem).rows(region).iterator + (index * word + lane.team * team)
+        return cute.make_tensor(start, cute.make_layout((LANES, WORD), stride=(1 << 16, 1)))
+
+    def as_loaded(self, load, src: cute.Tensor, to: cute.Tensor) -> cute.Tensor:
+        """Registers of a word as the copy sees them."""
+        coords = cute.make_identity_tensor((LANES, WORD))
+        return cute.make_tensor(to.iterator, cute.make_layout(load.partition_D(coords).shape))
+
     def statistics(self, cx: BwdCtx, field: str, slot, team) -> cute.Tensor:
         """Statistics of this team's rows, in vectors of four."""
-        rows = cx.cfg.tile_m // TEAMS
-        start = cx.smem.floats(field)[None, slot].iterator + team * rows
-        return cute.make_tensor(start.align(16), cute.make_layout((4, rows // 4)))
+        to_team, to_word = cx.cfg.team_rows
+        start = cx.smem.floats(field)[None, slot].iterator + team * to_team
+        vectors = (WORD // 4, cx.cfg.tile_m // TEAMS // WORD)
+        layout = cute.make_layout((4, vectors), stride=(1, (4, to_word)))
+        return cute.make_tensor(start.align(16), layout)
+
+    def mask(self, cx: BwdCtx, x: cute.Tensor, lane: Lane, m_block):
+        """Give rows that do not see this key an exponent of -inf."""
+        to_team, to_word = cx.cfg.team_rows
+        for w in range(cute.size(x.shape) // WORD):
+            first = m_block * cx.cfg.tile_m + lane.team * to_team + w * to_word
+            mask_below(cute.local_tile(x, (WORD,), (w,)), lane.q_lo - first)
 
     @cute.jit
     def exponents(self, x: cute.Tensor, sLse: cute.Tensor, scale_log2: Float32):
@@ -115,19 +139,17 @@ class Compute:
                 )
 
     @cute.jit
-    def gradients(self, x: cute.Tensor, tdP: cute.Tensor, sDelta: cute.Tensor, thread):
+    def gradients(self, cx: BwdCtx, x: cute.Tensor, sDelta: cute.Tensor, lane: Lane):
         """Replace every P by dS = P (dP - delta)."""
-        load, src = tmem.source(tmem.load_op(GROUP), tdP, thread)
-        coords = cute.make_identity_tensor(tdP.shape)
-        shape = load.partition_D(coords)[None, None, 0].shape
-        for g in cutlass.range_constexpr(tdP.shape[1] // GROUP):
-            dp = cute.make_rmem_tensor(shape, Float32)
-            cute.copy(load, src[None, None, g], dp)
-            for j in cutlass.range_constexpr(GROUP // 4):
+        for w in cutlass.range_constexpr(cute.size(x.shape) // WORD):
+            load, src = tmem.source(tmem.load_op(WORD), self.word(cx, "dP", lane, w), lane.thread)
+            dp = cute.make_rmem_tensor(WORD, Float32)
+            cute.copy(load, src, self.as_loaded(load, src, dp))
+            for j in cutlass.range_constexpr(WORD // 4):
                 d = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(sDelta[None, g * (GROUP // 4) + j], d)
+                cute.autovec_copy(sDelta[None, w * (WORD // 4) + j], d)
                 for i in cutlass.range_constexpr(0, 4, 2):
-                    at, to = 4 * j + i, g * GROUP + 4 * j + i
+                    at, to = 4 * j + i, w * WORD + 4 * j + i
                     diff = cute.arch.sub_packed_f32x2((dp[at], dp[at + 1]), (d[i], d[i + 1]))
                     x[to], x[to + 1] = cute.arch.mul_packed_f32x2((x[to], x[to + 1]), diff)
         cute.arch.fence_view_async_tmem_load()
@@ -149,9 +171,8 @@ class Compute:
 
 @cute.jit
 def mask_below(x: cute.Tensor, limit: Int32):
-    """Set the registers of `x` below index `limit` to +inf, by one bit mask per 32 registers."""
-    for w in cutlass.range_constexpr(cute.size(x.shape) // 32):
-        drop = ptx.low_ones(cutlass.max((w + 1) * 32 - limit, 0))
-        for j in cutlass.range_constexpr(32):
-            unseen = (drop & Int32(1 << j if j < 31 else -(1 << 31))) != 0
-            x[w * 32 + j] = cutlass.select_(unseen, Float32.inf, x[w * 32 + j])
+    """Set the registers of a word below index `limit` to +inf, by one bit mask."""
+    drop = ptx.low_ones(cutlass.max(WORD - limit, 0))
+    for j in cutlass.range_constexpr(WORD):
+        unseen = (drop & Int32(1 << j if j < 31 else -(1 << 31))) != 0
+        x[j] = cutlass.select_(unseen, Float32.inf, x[j])

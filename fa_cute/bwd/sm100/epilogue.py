@@ -95,16 +95,22 @@ class Add:
 
     @cute.jit
     def carry_out(self, cx: BwdCtx, team, thread):
+        # The last block of a cluster may not exist: there is no place for its zeros, and no turn.
+        if cx.n_block * cx.cfg.tile_n < cx.seqlen_k:
+            self.in_turn(cx, team, thread)
+
+    @cute.jit
+    def in_turn(self, cx: BwdCtx, team, thread):
+        """Both results, after those of the query heads before."""
         counter = cx.g.dkv_count + cx.dkv_tile()
         first = thread == 0 and team == 0
         if const_expr(self.ordered):
             if first:
                 wait_turn(counter, dkv_lock(cx.tile.head, cx.spec.qhead_per_kvhead))
             cx.barriers.epilogue.arrive_and_wait()
-        if cx.n_block * cx.cfg.tile_n < cx.seqlen_k:  # else there is no place for these zeros
-            for result in RESULTS:
-                if team == result.team:
-                    self.one(cx, result, thread)
+        for result in RESULTS:
+            if team == result.team:
+                self.one(cx, result, thread)
         if const_expr(self.ordered):
             cute.arch.fence_acq_rel_gpu()  # each thread's additions before the turn is passed
             cx.barriers.epilogue.arrive_and_wait()

@@ -18,8 +18,8 @@ from .compute import Compute
 from .ctx import A_OPERANDS, DTYPES, BwdCtx, Globals, Products, Smem
 from .epilogue import Add, Store
 from .exchange import Exchange, Keep
-from .load import Load
-from .mma import Mma
+from .load import Load, LoadInTurn
+from .mma import Ahead, Mma, Tight
 from .plan import TURNED, BwdConfig
 from .reduce_dq import AnyOrder, ReduceDq, Turnstile
 
@@ -126,8 +126,8 @@ class Main:
                 Exchange() if self.cfg.pair else Keep(),
                 Add(spec.deterministic) if spec.shares_kv else Store(),
             ),
-            "mma": Mma(),
-            "load": Load(),
+            "mma": Mma(Tight() if self.cfg.tight else Ahead()),
+            "load": LoadInTurn() if self.cfg.tight else Load(),
             "idle": Idle(),
         }
         return tuple((role, bodies[role.name]) for role in self.cfg.warps.roles)

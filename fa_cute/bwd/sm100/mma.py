@@ -12,7 +12,9 @@ from cutlass import Int32, const_expr
 from ...ops import tmem, umma
 from ...ops.pipes import LEADER
 from .ctx import BwdCtx
-from .plan import TEAMS
+from .plan import TEAMS, WORD
+
+K_STEP = 16  # rows of P or dS that one instruction multiplies
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,20 @@ def operands(cx: BwdCtx) -> Operands:
     )
 
 
+def packed(cx: BwdCtx, name: str) -> tuple[int, ...]:
+    """Columns of the K steps of P or dS, in the order of the rows."""
+    c = cx.cfg
+    to_team, to_word = c.team_rows
+    rows = range(0, c.tile_m, K_STEP)
+    teams = [row % (to_team * TEAMS) // to_team for row in rows]
+    # A team's rows are packed side by side, word after word.
+    words = [row // to_word % TEAMS for row in rows]
+    return tuple(
+        c.tmem[f"{name}{team}"].start + (word * WORD + row % WORD) // 2
+        for row, team, word in zip(rows, teams, words)
+    )
+
+
 @dataclass(frozen=True)
 class Mma:
     """One warp.  Waits load_*, compute_p, compute_ds and (through its slot of mma_dq) reduce; feeds
@@ -74,6 +90,8 @@ class Mma:
     warp of each CTA does that, and the leader's issues the products of both.
     """
 
+    order: Any  # of the products
+
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
@@ -81,21 +99,26 @@ class Mma:
         cx.barriers.tmem.arrive_and_wait()  # compute and reduce wait for the allocation
         if const_expr(c.pair):
             if cx.rank == LEADER:
-                self.products(cx)
+                self.order.products(cx)
         else:
-            self.products(cx)
+            self.order.products(cx)
         cx.barriers.tmem.arrive_and_wait()  # the others' last accesses
         if const_expr(not c.pair):  # else both CTAs have to meet first
             tmem.free(cx.smem.tmem_address, c.tmem.alloc_cols)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """S one block ahead: S_0 { dP_i, dV += P_i, S_i+1, dK += dS_i, dQ_i }."""
 
     @cute.jit
     def products(self, cx: BwdCtx):
         """All products of the CTA, or of the pair."""
         c, pipes, n = cx.cfg, cx.pipes, cx.cfg.ctas  # in loops cx.pipes: the DSL would carry pipes
         op = operands(cx)
-        S, dP, dV, dK, dQ = (c.tmem[name].start for name in ("S0", "dP0", "dV", "dK", "dQ"))
-        P = self.packed(cx, "P")
-        dS = self.packed(cx, "dS")
+        S, dP, dV, dK, dQ = (c.tmem[name].start for name in ("S", "dP", "dV", "dK", "dQ"))
+        P = packed(cx, "P")
+        dS = packed(cx, "dS")
 
         k, v = pipes.load_k.lane_consumer(0), pipes.load_v.lane_consumer(0)
         q, do = pipes.load_q.make_consumer(), pipes.load_do.make_consumer()
@@ -150,11 +173,64 @@ class Mma:
             pipes.load_kt.release_slot(0)
         dq.tail()
 
-    def packed(self, cx: BwdCtx, name: str) -> tuple[int, ...]:
-        """Columns of the K steps of P or dS: each team's rows are together."""
-        steps = cx.cfg.tile_m // TEAMS // 16
-        return tuple(
-            column
-            for team in range(TEAMS)
-            for column in umma.packed_columns(cx.cfg.tmem[f"{name}{team}"].start, 0, steps)
-        )
+
+@dataclass(frozen=True)
+class Tight:
+    """Where S, dP and dQ share columns (a pair): S_0 { dV += P_i, dP_i, S_i+1, dK += dS_i, dQ_i }.
+
+    Waits compute_s besides. load_q brings Q and dO^T in turn, load_do dO and Q^T.
+    """
+
+    @cute.jit
+    def products(self, cx: BwdCtx):
+        """All products of the pair."""
+        c, pipes, n = cx.cfg, cx.pipes, cx.cfg.ctas
+        op = operands(cx)
+        S, dP, dV, dK, dQ = (c.tmem[name].start for name in ("S", "dP", "dV", "dK", "dQ"))
+        P, dS = packed(cx, "P"), packed(cx, "dS")
+        k, v, kt = (e.lane_consumer(0) for e in (pipes.load_k, pipes.load_v, pipes.load_kt))
+        q, do = pipes.load_q.lane_consumer(0), pipes.load_do.lane_consumer(0)
+        read = pipes.compute_s.lane_consumer(0)
+        p, ds = pipes.compute_p.lane_consumer(0), pipes.compute_ds.lane_consumer(0)
+        dq = pipes.mma_dq.lane_producer(0)
+        blocks = cx.q_blocks()
+        k.wait_and_advance()
+        q_full = q.wait_and_advance()
+        umma.product_ss(S, op.k_s, 0, op.q_s, 0, op.idesc["s"], ctas=n)
+        pipes.mma_s.signal(0)
+        q_full.release()
+        v.wait_and_advance()
+        read.wait_and_advance()
+        last = blocks.hi - 1
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            adds = Int32(m_block != blocks.lo)
+            p.wait_and_advance()
+            dot_full = q.wait_and_advance()
+            umma.product_ts(dV, P, op.do_dv, 0, op.idesc["dv"], adds, ctas=n)
+            dot_full.release()
+            dq_free = dq.acquire_and_advance()  # reduce read the dQ that dP replaces
+            do_full = do.wait_and_advance()
+            umma.product_ss(dP, op.v_dp, 0, op.do_dp, 0, op.idesc["dp"], ctas=n)
+            cx.pipes.mma_dp.signal(0)
+            do_full.release()
+            ds.wait_and_advance()  # also, dP was read: the next S replaces half of it
+            if m_block != last:
+                next_full = q.wait_and_advance()
+                umma.product_ss(S, op.k_s, 0, op.q_s, 0, op.idesc["s"], ctas=n)
+                cx.pipes.mma_s.signal(0)
+                next_full.release()
+            else:
+                cx.pipes.mma_dkv.signal(0)  # dV
+            qt_full = do.wait_and_advance()
+            umma.product_ts(dK, dS, op.q_dk, 0, op.idesc["dk"], adds, ctas=n)
+            qt_full.release()
+            if m_block == blocks.lo:
+                kt.wait_and_advance()
+            if m_block != last:
+                read.wait_and_advance()  # of the next S, half of which dQ replaces
+            # In order behind the product that reads dS, over which dQ lies.
+            umma.product_ss(dQ, op.ds_dq, 0, op.k_dq, 0, op.idesc["dq"], ctas=n)
+            dq_free.commit()
+        cx.pipes.mma_dkv.signal(1)  # dK; also, nothing reads K any more
+        pipes.load_kt.release_slot(0)
+        dq.tail()

@@ -15,7 +15,7 @@ from ...ops.semaphore import pass_turn, wait_turn
 from ...ops.tmem import TmemMap
 from ...sched.spt import lock_value
 from .ctx import BwdCtx
-from .plan import FLOAT_BYTES, REDUCE_COLS
+from .plan import FLOAT_BYTES
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,9 @@ class ReduceDq:
         cx.barriers.tmem.arrive_and_wait()  # mma allocated
         thread = cute.arch.thread_idx()[0]
         tQ = TmemMap(c.tmem).rows("dQ")  # (128, head_dim); in a pair (2 * 64, head_dim / 2)
-        load, src = tmem.source(tmem.load_op(REDUCE_COLS), tQ, thread)
-        buffers, pieces = c.dq_buffers, c.tmem["dQ"].cols // REDUCE_COLS
+        piece = c.dq_cols
+        load, src = tmem.source(tmem.load_op(piece), tQ, thread)
+        buffers, pieces = c.dq_buffers, c.tmem["dQ"].cols // piece
         sdQ = cx.smem.floats("sdQ")
         issuer = thread == 0
         dq = cx.pipes.mma_dq.lane_consumer(0)
@@ -85,7 +86,7 @@ class ReduceDq:
             to = cx.g.dq + cx.dq_tile(m_block) * tile + cx.rank * (tile // c.ctas)
             for i in cutlass.range_constexpr(pieces):
                 slot = sdQ[None, i % buffers].iterator
-                self.store(cute.local_tile(row, (REDUCE_COLS,), (i,)), slot, thread, c.tile_m)
+                self.store(cute.local_tile(row, (piece,), (i,)), slot, thread, c.tile_m)
                 cute.arch.fence_view_async_shared()  # our writes before the bulk engine's reads
                 if issuer:
                     # The piece that used the next buffer has been read from it.
@@ -94,7 +95,7 @@ class ReduceDq:
                 if issuer:
                     if const_expr(i == 0):
                         self.order.begin(cx, m_block)
-                    floats = REDUCE_COLS * c.tile_m
+                    floats = piece * c.tile_m
                     bulk_add_f32(to + i * floats, slot, floats * FLOAT_BYTES)
                     cute.arch.cp_async_bulk_commit_group()
             if issuer:
@@ -105,7 +106,7 @@ class ReduceDq:
 
     def store(self, row: cute.Tensor, slot: cute.Pointer, thread: Int32, rows: int):
         """This thread's part of a piece: vectors of four columns, neighbours side by side."""
-        vectors = REDUCE_COLS // 4
+        vectors = cute.size(row.shape) // 4
         layout = cute.make_layout((4, vectors), stride=(1, 4 * rows))
         to = cute.make_tensor((slot + thread * 4).align(16), layout)
         cute.autovec_copy(cute.make_tensor(row.iterator, cute.make_layout((4, vectors))), to)
