@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import dispatch
@@ -194,7 +195,7 @@ def _autograd_fwd(q, k, v, *options):
             *(None, False, -1, -1, None, "auto")[len(options) :],
         )
         options = (scale, causal, left, right, wants_determinism(deterministic), how)
-        return recorded(FlashAttn)(q, k, v, options, None)
+        return below_transforms(FlashAttn, q, k, v, options, None)
     with below_autograd():
         return _fwd(q, k, v, *options)
 
@@ -202,6 +203,15 @@ def _autograd_fwd(q, k, v, *options):
 def recorded(function):
     """How to apply an autograd function: without a look at signatures where nobody needs one."""
     return function.apply if transforming() else super(torch.autograd.Function, function).apply
+
+
+def below_transforms(function, *inputs):
+    """The same where the dispatcher is at autograd already: torch.func has done its part above."""
+    apply = super(torch.autograd.Function, function).apply
+    if not transforming():
+        return apply(*inputs)
+    with enable_single_level_autograd_function():
+        return apply(*inputs)
 
 
 def attention(q, k, v, options):

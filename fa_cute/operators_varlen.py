@@ -22,6 +22,7 @@ from .operators import (
     KEYS,
     OPTIONS,
     below_autograd,
+    below_transforms,
     check_like,
     library,
     nobody_watches,
@@ -188,7 +189,7 @@ def _autograd_fwd(q, k, v, *args):
     if dispatch.wants_grad(q, k, v):
         lengths, (*options, deterministic, backend) = _given(args, None, "auto")
         options = (*options, wants_determinism(deterministic), backend)
-        return recorded(VarlenAttn)(q, k, v, *lengths.tensors, options, None)
+        return below_transforms(VarlenAttn, q, k, v, *lengths.tensors, options, None)
     with below_autograd():
         return _fwd(q, k, v, *args)
 

@@ -138,8 +138,9 @@ def test_functional_gradient():
     q, k, v = leaves()
     want = torch.autograd.grad(both(q, k, v)[0].float().sum(), q)[0]
     q, k, v = (t.detach() for t in (q, k, v))
-    got = torch.func.grad(lambda q: both(q, k, v)[0].float().sum())(q)
-    assert torch.equal(got, want)
+    for fn in (both, lambda *tensors: OPS.fwd(*tensors, causal=True)):
+        got = torch.func.grad(lambda q, fn=fn: fn(q, k, v)[0].float().sum())(q)
+        assert torch.equal(got, want)
 
 
 def test_meta_and_fake_tensors():

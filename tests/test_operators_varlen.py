@@ -137,6 +137,13 @@ def test_second_derivatives_and_tangents_are_errors():
         both(dual, k.detach(), v.detach())
 
 
+def test_functional_gradient():
+    q, k, v = leaves()
+    want = torch.autograd.grad(both(q, k, v)[0].sum(), q)[0]
+    q, k, v = (t.detach() for t in (q, k, v))
+    assert torch.equal(torch.func.grad(lambda q: both(q, k, v)[0].sum())(q), want)
+
+
 def test_low_level_pair_fills_what_it_is_given():
     q, k, v = leaves(grad=False)
     lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "seqused_k": USED}
