@@ -6,7 +6,7 @@ plan against the architecture when it is made, so a row that does not fit fails 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ RATIO_AT_RUN_TIME = ("sm90", "sm100")  # one kernel for MHA, GQA and MQA
 # What kernels do beyond full and causal attention of dense batches with a softmax_scale that is not
 # negative. A kernel that learns something says so in its line.
 WINDOW, VARLEN, NEGATIVE_SCALE = "window_size", "variable lengths", "negative softmax_scale"
-FORWARD_DOES = {"sm90": (), "sm100": (NEGATIVE_SCALE,)}
+FORWARD_DOES = {"sm90": (WINDOW,), "sm100": (WINDOW, NEGATIVE_SCALE)}
 BACKWARD_DOES = {"sm90": (WINDOW, VARLEN, NEGATIVE_SCALE), "sm100": (NEGATIVE_SCALE,)}
 STATIC_SIGN = ("sm90",)  # the forward is another kernel where the scale is negative
 
@@ -51,10 +51,15 @@ class Row:
     causal: bool | None  # None: both
     cfg: Any
     step: int = 0  # smaller head dims that are multiples of it are padded to this row's; 0: none
+    window: bool | None = None  # whether a side of the mask has a limit of the call's; None: both
 
-    def covers(self, arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> bool:
+    def covers(
+        self, arch: Arch, head_dim: int, head_dim_v: int, causal: bool, window: bool = False
+    ) -> bool:
         """Whether this row configures such a problem."""
         if arch.name not in self.arches or self.causal not in (None, causal):
+            return False
+        if self.window not in (None, window):
             return False
         if self.step == 0:
             return (head_dim, head_dim_v) == (self.head_dim, self.head_dim_v)
@@ -66,6 +71,7 @@ class Row:
         dims = f"{self.head_dim}" + (
             f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
         )
+        mask = "window" if self.window else mask
         return f"{'+'.join(self.arches)}-d{dims}-{mask}"
 
 
@@ -129,6 +135,10 @@ def _sm90_forward() -> tuple[Row, ...]:
             (256, 256, {"tile_n": 80, **two, "late_ids": causal}),
         ):
             cfg = FwdSm90Config(head_dim=head_dim, head_dim_v=head_dim_v, **tile, **scheduler)
+            if causal and head_dim == 256:
+                # 80 keys and the limits of a window do not fit in the registers.
+                smaller = replace(cfg, tile_n=64)
+                rows.append(Row(("sm_90a",), 256, 256, True, smaller, step=8, window=True))
             rows.append(Row(("sm_90a",), head_dim, head_dim_v, causal, cfg, step=8))
     return tuple(rows)
 
@@ -136,10 +146,12 @@ def _sm90_forward() -> tuple[Row, ...]:
 FWD: tuple[Row, ...] = (*_sm90_forward(), *_sm100_forward())
 
 
-def row_forward(arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> Row | None:
+def row_forward(
+    arch: Arch, head_dim: int, head_dim_v: int, causal: bool, window: bool = False
+) -> Row | None:
     """The first row that covers a problem."""
     for row in FWD:
-        if row.covers(arch, head_dim, head_dim_v, causal):
+        if row.covers(arch, head_dim, head_dim_v, causal, window):
             return row
     return None
 
@@ -147,7 +159,7 @@ def row_forward(arch: Arch, head_dim: int, head_dim_v: int, causal: bool) -> Row
 def forward(spec: FwdSpec, arch: Arch):
     """The config of the forward kernel for a spec."""
     banded = spec.causal or any(spec.window)
-    row = row_forward(arch, spec.head_dim, spec.head_dim_v, banded)
+    row = row_forward(arch, spec.head_dim, spec.head_dim_v, banded, any(spec.window))
     if row is None:
         raise UnsupportedError(
             f"{_dims(spec.head_dim, spec.head_dim_v)} is not implemented on {arch.name}; "

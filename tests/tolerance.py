@@ -52,10 +52,11 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     return math.inf if difference.isnan().any() else difference.max().item()
 
 
-def measure(out, lse, q, k, v, softmax_scale=None, causal=False) -> Error:
+def measure(out, lse, q, k, v, softmax_scale=None, causal=False, window=(None, None)) -> Error:
     """Compare a forward with float64, and torch in the dtype of q with float64."""
-    exact, exact_lse = reference.attention(q, k, v, softmax_scale, causal, dtype=torch.float64)
-    ours_in_torch, _ = reference.attention(q, k, v, softmax_scale, causal, dtype=None)
+    call = (q, k, v, softmax_scale, causal)
+    exact, exact_lse = reference.attention(*call, window=window, dtype=torch.float64)
+    ours_in_torch, _ = reference.attention(*call, window=window, dtype=None)
     return Error(
         out=worst(out, exact),
         torch_out=worst(ours_in_torch, exact),
@@ -64,13 +65,16 @@ def measure(out, lse, q, k, v, softmax_scale=None, causal=False) -> Error:
     )
 
 
-def assert_close_to_reference(out, lse, q, k, v, softmax_scale=None, causal=False) -> Error:
+def assert_close_to_reference(
+    out, lse, q, k, v, softmax_scale=None, causal=False, window=(None, None)
+) -> Error:
     """Fail unless output and LSE meet the bar; rows without keys must be exactly 0 and -inf."""
-    error = measure(out, lse, q, k, v, softmax_scale, causal)
+    error = measure(out, lse, q, k, v, softmax_scale, causal, window)
     assert error.out <= error.bar, f"out: {error}"
     assert error.lse <= LSE_ATOL, f"lse: {error}"
-    if causal and q.shape[1] > k.shape[1]:
-        blind = q.shape[1] - k.shape[1]
+    right = 0 if causal else window[1]
+    blind = 0 if right is None else q.shape[1] - k.shape[1] - right
+    if blind > 0:
         assert (out[:, :blind] == 0).all(), "rows without keys must be 0"
         assert (lse[..., :blind] == -math.inf).all(), "the lse of rows without keys must be -inf"
     return error

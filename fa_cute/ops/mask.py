@@ -27,11 +27,25 @@ class Band:
     right: Any = None
 
     def k_bounds(self, q: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
-        """Keys ``[lo, hi)`` that query ``q`` sees (none if ``lo >= hi``); never decrease."""
+        """Keys ``[lo, hi)`` that query ``q`` sees (none if ``lo >= hi``); never decrease.
+
+        A row past the last query gets bounds inside the sequence too: it sees the last key.
+        """
         off = seqlen_k - seqlen_q
-        k_lo = 0 if self.left is None else hi(q + off - self.left, 0)
+        k_lo = 0 if self.left is None else hi(lo(q + off - self.left, seqlen_k - 1), 0)
         k_hi = seqlen_k if self.right is None else hi(lo(q + off + self.right + 1, seqlen_k), 0)
         return k_lo, k_hi
+
+    def k_limits(self, q: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        """`k_bounds` for an element mask; the lower one is None where no key comes too early."""
+        k_lo, k_hi = self.k_bounds(q, seqlen_q, seqlen_k)
+        return None if self.left is None else k_lo, k_hi
+
+    def most_keys(self, rows: int, seqlen_k: Any) -> Any:
+        """At most so many keys are seen by ``rows`` neighbouring queries together."""
+        if self.left is None or self.right is None:
+            return seqlen_k
+        return lo(seqlen_k, lo(self.left, seqlen_k) + lo(self.right, seqlen_k) + rows)
 
     def q_bounds(self, k: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
         """Queries ``[lo, hi)`` that see key ``k < seqlen_k``; never decrease."""
@@ -182,6 +196,26 @@ def spans(mask: Band, blocks: Blocks, tail_rows: bool = True) -> tuple[tuple[Any
         (blocks.full_hi, blocks.hi, True),
     )
     return parts if tail_rows or mask.left is not None else parts[:2]
+
+
+def needs_mask(mask: Band, blocks: Blocks, n_block: Any) -> Any:
+    """Whether a row of the query block does not see all of the visited ``n_block``."""
+    late = n_block >= blocks.full_hi
+    return late if mask.left is None else late | (n_block < blocks.full_lo)
+
+
+def kv_spans(mask: Band, visited: Blocks, own: Blocks) -> tuple[tuple[Any, Any, bool], ...]:
+    """``(lo, hi, masked)``: how the blocks below the last one are gone through, from the top down.
+
+    ``visited`` are those of several query blocks together, the last of which is masked in any case;
+    ``own`` are those of one of them. What it does not see at either end is masked.
+    """
+    last = visited.hi - 1
+    full_hi = hi(lo(own.full_hi, last), visited.lo)
+    full_lo = visited.lo if mask.left is None else hi(lo(own.full_lo, full_hi), visited.lo)
+    above = () if mask.right is None else ((full_hi, last, True),)
+    below = () if mask.left is None else ((visited.lo, full_lo, True),)
+    return (*above, (full_lo, full_hi, False), *below)
 
 
 def visits(

@@ -110,15 +110,17 @@ def quad_sum(x: Float32) -> Float32:
 
 
 @cute.jit
-def mask(acc: cute.Tensor, k_lo, k_hi, first_column):
-    """-inf outside columns [k_lo[h], k_hi[h]) of each row h; register column 0 is ``first_column``.
+def mask(acc: cute.Tensor, limits, first_column):
+    """-inf outside columns [lo, hi) = ``limits[h]`` of each row h; ``first_column`` is the one of
+    register 0.
 
-    ``k_lo`` None: no lower bound.
+    ``lo`` None: no lower bound.
     """
     n = const_expr(cute.size(acc.shape) // (2 * ROWS))
     for h in cutlass.range_constexpr(ROWS):
-        end = k_hi[h] - first_column
-        start = 0 if const_expr(k_lo is None) else k_lo[h] - first_column
+        k_lo, k_hi = limits[h]
+        end = k_hi - first_column
+        start = 0 if const_expr(k_lo is None) else k_lo - first_column
         for j in cutlass.range_constexpr(n):
             for i in cutlass.range_constexpr(2):
                 r = const_expr(4 * j + 2 * h + i)

@@ -27,10 +27,11 @@ from fa_cute.plan.events import (
 
 @dataclass(frozen=True)
 class Work:
-    """One tile: its KV blocks, and how many of the last ones a team does not need."""
+    """One tile: its KV blocks, and how many of the last and the first ones a team does not need."""
 
     blocks: int
     unseen: tuple[int, ...]
+    unseen_below: tuple[int, ...]
 
 
 class Slots:
@@ -92,15 +93,13 @@ class Consumer:
             self.out.append(sync(f"turn{self.index}"))
 
     def turn(self, q: int | None, k: bool, v: bool) -> None:
-        """Products of the next pair: S with K, O with V."""
+        """Products of the next pair: S with K, O with V; or none."""
         slot = self.kv.next()
         self.out.append(wait("load_kv"))
+        self.wait_turn()
         if k and q is not None:
-            self.wait_turn()
             self.out += [read("sQ", q, self.slab), read("sK", slot)]
-            self.out += [read("sV", slot)] if v else []
-        else:
-            self.wait_turn()
+        if v:
             self.out.append(read("sV", slot))
         self.pass_turn()
         self.out.append(release("load_kv"))
@@ -124,13 +123,18 @@ class Consumer:
                 self.turn(q, True, False)
             if joined and i > 0:
                 self.out.append(release("load_q"))
-            for _ in range(tile.blocks - unseen - 1):
+            below = tile.unseen_below[self.index]
+            for _ in range(tile.blocks - unseen - below - 1):
                 self.turn(q, True, True)
+            if below > 0:
+                self.turn(None, False, True)
+                for _ in range(below - 1):
+                    self.turn(None, False, False)
             q_after = None
             if joined and i + 1 < len(tiles):
                 self.out.append(wait("load_q"))
                 q_after = self.q.next()
-            self.turn(q_after, joined, True)
+            self.turn(q_after, joined, below == 0)
             self.store(q)
             if not joined:
                 self.out.append(release("load_q"))
@@ -154,7 +158,15 @@ def scripts(cfg: FwdConfig, tiles: list[Work]) -> dict[str, list[Event]]:
 
 def causal(teams: int, blocks: int) -> Work:
     """A tile on the diagonal: earlier teams need fewer blocks."""
-    return Work(blocks, tuple(min(blocks - 1, (teams - 1 - i) // 2) for i in range(teams)))
+    above = tuple(min(blocks - 1, (teams - 1 - i) // 2) for i in range(teams))
+    return Work(blocks, above, (0,) * teams)
+
+
+def band(teams: int, blocks: int) -> Work:
+    """A tile of a window: later teams need the last blocks, earlier ones the first."""
+    unseen = tuple(min(blocks - 1, (teams - 1 - i) // 2) for i in range(teams))
+    below = tuple(min(blocks - 1 - unseen[i], 2 * i) for i in range(teams))
+    return Work(blocks, unseen, below)
 
 
 @st.composite
@@ -162,8 +174,9 @@ def works(draw: st.DrawFn, cfg: FwdConfig) -> list[Work]:
     """Any number of blocks may be of no use to a team: it gives them back in turn."""
     tiles = []
     for blocks in draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)):
-        skip = st.integers(0, blocks - 1)
-        tiles.append(Work(blocks, tuple(draw(skip) for _ in range(cfg.teams))))
+        unseen = tuple(draw(st.integers(0, blocks - 1)) for _ in range(cfg.teams))
+        below = tuple(draw(st.integers(0, blocks - 1 - above)) for above in unseen)
+        tiles.append(Work(blocks, unseen, below))
     return tiles
 
 
@@ -177,9 +190,10 @@ def test_no_deadlock_overrun_or_race(teams: int, scheduler: str, data: st.DataOb
     check(cfg, scripts(cfg, work if cfg.persistent else work[:1]), seeds=1)
 
 
-def test_every_missing_event_of_a_team_is_reported() -> None:
+@pytest.mark.parametrize("shape", [causal, band])
+def test_every_missing_event_of_a_team_is_reported(shape) -> None:
     cfg = FwdConfig(teams=2)
-    right = scripts(cfg, [causal(2, 2), causal(2, 3)])
+    right = scripts(cfg, [shape(2, 2), shape(2, 4)])
     missed, dropped = [], 0
     for agent in ("load", "consumer1"):
         script = right[agent]

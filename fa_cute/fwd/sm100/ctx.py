@@ -36,6 +36,8 @@ class KernelArgs:
     seqlen_q: Int32
     seqlen_k: Int32
     qhead_per_kvhead: Int32
+    window_left: Int32 | None  # keys seen before the diagonal
+    window_right: Int32 | None  # and after it
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class FwdCtx:
         """This CTA's walk over the tiles."""
         return here(self.args.order)
 
+    @property
+    def mask(self) -> mask.Band:
+        """Which keys a query sees."""
+        return self.spec.band(self.args.window_left, self.args.window_right)
+
     def kv_blocks(self, tile: Tile) -> mask.Blocks:
         """KV blocks that the two query tiles of `tile` visit, together.
 
@@ -79,14 +86,16 @@ class FwdCtx:
         return blocks
 
     def kv_blocks_of(self, tile: Tile, t) -> mask.Blocks:
-        """The same for query tile `t` alone: which of its blocks need no element mask."""
+        """The same for query tile `t` alone."""
         return self._blocks(tile.m_block * Q_TILES + t, self.cfg.tile_m)
+
+    def spans(self, tile: Tile, t):
+        """How the blocks below the last one are gone through: `ops.mask.kv_spans` of tile `t`."""
+        return mask.kv_spans(self.mask, self.kv_blocks(tile), self.kv_blocks_of(tile, t))
 
     def _blocks(self, m_block, rows: int) -> mask.Blocks:
         a = self.args
-        return mask.kv_blocks(
-            self.spec.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k
-        )
+        return mask.kv_blocks(self.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k)
 
     def head_kv(self, tile: Tile):
         """The kv head that the query head of `tile` reads."""

@@ -92,7 +92,9 @@ class FwdSm100:
         order = sched.make(
             c.scheduler,
             sched.TileSpace(ceil_div(seqlen_q, Q_TILES * c.tile_m), heads, batch),
-            seqlen_k=seqlen_k,
+            seqlen_k=self.spec.band(window_left, window_right).most_keys(
+                Q_TILES * c.tile_m, seqlen_k
+            ),
             kv_bytes_per_row=self.spec.kv_bytes_per_row,
             qhead_per_kvhead=qhead_per_kvhead,
         )
@@ -114,6 +116,8 @@ class FwdSm100:
             seqlen_q,
             seqlen_k,
             qhead_per_kvhead,
+            window_left,
+            window_right,
         )
         self.kernel(args, layouts["sQ"], layouts["sK"], layouts["sV"], layouts["sO"]).launch(
             grid=order.grid(num_sms),

@@ -15,11 +15,14 @@ from .ctx import FwdCtx
 
 @dataclass(frozen=True)
 class Row:
-    """Where a thread stands: its query tile, its row in it, and its end of a key range."""
+    """Where a thread stands: its query tile, its row in it, and the keys [k_lo, k_hi) that the row
+    sees.
+    """
 
     t: Int32
     thread: Int32
-    k_hi: Int32  # keys [0, k_hi) are seen
+    k_lo: Int32 | None  # None: all from the first on
+    k_hi: Int32
 
 
 @dataclass(frozen=True)
@@ -44,32 +47,27 @@ class Softmax:
         sched = cx.scheduler()
         tile = sched.tile()
         while tile.valid:
-            blocks, own = cx.kv_blocks(tile), cx.kv_blocks_of(tile, t)
+            blocks = cx.kv_blocks(tile)
             q = (tile.m_block * 2 + t) * cx.cfg.tile_m + thread
-            _, k_hi = cx.spec.mask.k_bounds(q, cx.args.seqlen_q, cx.args.seqlen_k)
-            row = Row(t, thread, Int32(k_hi))
+            k_lo, k_hi = cx.mask.k_limits(q, cx.args.seqlen_q, cx.args.seqlen_k)
+            row = Row(t, thread, k_lo, Int32(k_hi))
             if blocks.hi > blocks.lo:
                 last = blocks.hi - 1
                 maximum, total = -Float32.inf, Float32(0.0)
                 s, stats, maximum, total = self.block(
                     cx, row, (tS, tP), last, (s, stats, maximum, total), True, True
                 )
-                first_full = cutlass.max(cutlass.min(own.full_hi, last), blocks.lo)
-                if const_expr(cx.spec.causal):
-                    for i in cutlass.range(last - first_full, unroll=1):
+                for bottom, top, masked in cx.spans(tile, t):
+                    for i in cutlass.range(top - bottom, unroll=1):
                         s, stats, maximum, total = self.block(
-                            cx, row, (tS, tP), last - 1 - i, (s, stats, maximum, total), True, False
+                            cx,
+                            row,
+                            (tS, tP),
+                            top - 1 - i,
+                            (s, stats, maximum, total),
+                            masked,
+                            False,
                         )
-                for i in cutlass.range(first_full - blocks.lo, unroll=1):
-                    s, stats, maximum, total = self.block(
-                        cx,
-                        row,
-                        (tS, tP),
-                        first_full - 1 - i,
-                        (s, stats, maximum, total),
-                        False,
-                        False,
-                    )
                 stats_free = stats.acquire_and_advance()  # correction read the last factor
                 sStats[0] = total
                 sStats[1] = maximum
@@ -107,7 +105,7 @@ class Softmax:
         else:
             cute.copy(load, src, x_t2r)
             if const_expr(masked):
-                mask_above(x, row.k_hi - n_block * n)
+                mask_outside(x, row.k_lo, row.k_hi, n_block * n)
             new = softmax.row_max(x, maximum)
         # Registers are ready as their values are used; this orders the reads before our signals.
         cute.arch.fence_view_async_tmem_load()
@@ -149,10 +147,15 @@ class Softmax:
 
 
 @cute.jit
-def mask_above(x: cute.Tensor, limit: Int32):
-    """Set the registers of `x` from index `limit` on to -inf, by one bit mask per 32 registers."""
+def mask_outside(x: cute.Tensor, k_lo, k_hi: Int32, first: Int32):
+    """Set the registers of `x`, keys from `first` on, to -inf outside keys [k_lo, k_hi), by one bit
+    mask per 32 registers.
+    """
+    limit = k_hi - first
     for w in cutlass.range_constexpr(cute.size(x.shape) // 32):
         keep = ptx.low_ones(cutlass.max((w + 1) * 32 - limit, 0))
+        if const_expr(k_lo is not None):
+            keep = keep & ptx.high_ones(cutlass.max(k_lo - first - w * 32, 0))
         for j in cutlass.range_constexpr(32):
             seen = (keep & Int32(1 << j if j < 31 else -(1 << 31))) != 0
             x[w * 32 + j] = cutlass.select_(seen, x[w * 32 + j], -Float32.inf)

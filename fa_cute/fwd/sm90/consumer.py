@@ -110,9 +110,10 @@ def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
 @cute.jit
 def _mask(cx: FwdCtx, t: Team, tile, n_block):
     """-inf for the keys of a block that a row does not see."""
-    row = cx.rows_of(tile, t.index) + t.warp * 16 + t.thread % 32 // rows.QUAD
-    ends = [cx.spec.mask.k_bounds(row + 8 * h, *cx.seqlens)[1] for h in range(rows.ROWS)]
-    rows.mask(t.S, None, ends, n_block * cx.cfg.tile_n + 2 * (t.thread % rows.QUAD))
+    thread = cx.late(t.thread)
+    row = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
+    limits = [cx.mask.k_limits(row + 8 * h, *cx.seqlens) for h in range(rows.ROWS)]
+    rows.mask(t.S, limits, n_block * cx.cfg.tile_n + 2 * (thread % rows.QUAD))
 
 
 @cute.jit
@@ -168,7 +169,7 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
 def _meet(cx: FwdCtx, t: Team):
     """Barrier of one team."""
     first = const_expr(cx.cfg.topology.barrier_id("team0"))
-    index = rows.pinned(t.index) if const_expr(cx.cfg.late_ids) else t.index
+    index = rows.pinned(t.index) if const_expr(cx.late_ids) else t.index
     cute.arch.barrier(barrier_id=first + index, number_of_threads=TEAM_THREADS)
 
 
@@ -192,6 +193,28 @@ def _go_down(cx: FwdCtx, t: Team, kv, slab, count):
         _turn(cx, t, slab, full.index, None, False)
         full.release()
     return kv
+
+
+@cute.jit
+def _no_turn(cx: FwdCtx, t: Team):
+    """A turn without a product."""
+    _wait_turn(cx, t)
+    _pass_turn(cx, t)
+
+
+@cute.jit
+def _last_values(cx: FwdCtx, t: Team, kv, slab, ready, accumulate, unused):
+    """O += P V of a team's last block where its tile goes ``unused`` > 0 blocks further down, and
+    turns without a product up to the tile's last one; returns whether the slot of that is full.
+    """
+    full = kv.wait_and_advance(ready)
+    _turn(cx, t, slab, None, full.index, accumulate)
+    full.release()
+    for _ in cutlass.range(unused - 1, unroll=1):
+        full = kv.wait_and_advance()
+        _no_turn(cx, t)
+        full.release()
+    return kv, kv.try_wait()
 
 
 @cute.jit
@@ -231,7 +254,7 @@ class Consumer:
                 q, kv, slab = _first_scores(cx, t, q, kv)
             kv = _go_down(cx, t, kv, slab, cx.unseen(tile, t.index))
             ready = kv.try_wait()  # asked early: the answer takes time
-            if blocks.hi > blocks.full_hi:
+            if cx.needs_mask(blocks, blocks.hi - 1):
                 _mask(cx, t, tile, blocks.hi - 1)
             ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
             if storing:
@@ -243,7 +266,7 @@ class Consumer:
                 if const_expr(not c.scores_first):
                     full.release()
                 ready = kv.try_wait()
-                if n_block >= blocks.full_hi:
+                if cx.needs_mask(blocks, n_block):
                     _mask(cx, t, tile, n_block)
                 state = (ref0, ref1, sum0, sum1)
                 part = rows.extend(t.S, t.P_new, scale_log2, state, dtype)
@@ -260,6 +283,9 @@ class Consumer:
             several = blocks.hi - blocks.lo > 1
             sched = sched.next()
             after = sched.tile()
+            unused = cx.unseen_below(tile, t.index)
+            if unused > 0:
+                kv, ready = _last_values(cx, t, kv, slab, ready, several, unused)
             full = kv.wait_and_advance(ready)
             next_slab = slab
             if const_expr(c.joined):
@@ -267,8 +293,13 @@ class Consumer:
                     q_full = q.wait_and_advance()
                     next_slab = q_full.index * c.teams + t.index
                 # After the last tile this multiplies what lies there, and nobody looks.
-                _turn(cx, t, next_slab, full.index, full.index, several)
+                if unused > 0:
+                    _turn(cx, t, next_slab, full.index, None, False)
+                else:
+                    _turn(cx, t, next_slab, full.index, full.index, several)
                 warpgroup.wait_group(0)
+            elif unused > 0:
+                _no_turn(cx, t)
             else:
                 _turn(cx, t, slab, None, full.index, several)
             full.release()

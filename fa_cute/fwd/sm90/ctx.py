@@ -12,7 +12,8 @@ from cutlass import Float32, Int32
 
 from ... import sched
 from ...ops.arith import at_most, hi
-from ...ops.mask import Blocks, kv_blocks
+from ...ops.mask import Band, Blocks, kv_blocks, needs_mask
+from ...ops.rows import pinned
 from ..args import FwdSpec
 from .plan import TEAM_ROWS, FwdConfig
 
@@ -35,6 +36,8 @@ class FwdArgs:
     qk: cute.TiledMma
     pv: cute.TiledMma
     scale_log2: Float32
+    window_left: Int32 | None  # keys seen before the diagonal
+    window_right: Int32 | None  # and after it
     qhead_per_kvhead: Int32
     order: Any  # of tiles
 
@@ -60,6 +63,11 @@ class FwdCtx:
         """(seqlen_q, seqlen_k)"""
         return self.args.mQ.shape[0], self.args.mK.shape[0]
 
+    @property
+    def mask(self) -> Band:
+        """Which keys a query sees."""
+        return self.spec.band(self.args.window_left, self.args.window_right)
+
     def rows_of(self, tile: sched.Tile, team) -> Int32:
         """First query row of a team."""
         return tile.m_block * self.cfg.tile_m + team * TEAM_ROWS
@@ -67,14 +75,14 @@ class FwdCtx:
     def kv_blocks(self, tile: sched.Tile) -> Blocks:
         """KV blocks of a tile."""
         return self._at_least_one(
-            kv_blocks(self.spec.mask, tile.m_block, self.cfg.tile_m, self.cfg.tile_n, *self.seqlens)
+            kv_blocks(self.mask, tile.m_block, self.cfg.tile_m, self.cfg.tile_n, *self.seqlens)
         )
 
     def team_blocks(self, tile: sched.Tile, team) -> Blocks:
         """KV blocks that a team needs of its tile's; one if all its rows lie past seqlen_q."""
         m = tile.m_block * self.cfg.teams + team
         blocks = self._at_least_one(
-            kv_blocks(self.spec.mask, m, TEAM_ROWS, self.cfg.tile_n, *self.seqlens)
+            kv_blocks(self.mask, m, TEAM_ROWS, self.cfg.tile_n, *self.seqlens)
         )
         has_rows = at_most(m * TEAM_ROWS + 1, self.seqlens[0])
         return replace(blocks, hi=blocks.lo + 1 + (blocks.hi - blocks.lo - 1) * has_rows)
@@ -82,6 +90,29 @@ class FwdCtx:
     def unseen(self, tile: sched.Tile, team) -> Int32:
         """Last KV blocks of a tile that a team does not need."""
         return self.kv_blocks(tile).hi - self.team_blocks(tile, team).hi
+
+    def unseen_below(self, tile: sched.Tile, team) -> Int32 | int:
+        """First KV blocks of a tile that a team does not need; 0 while tracing without a limit on
+        the left.
+        """
+        if self.mask.left is None:
+            return 0
+        return self.team_blocks(tile, team).lo - self.kv_blocks(tile).lo
+
+    @property
+    def late_ids(self) -> bool:
+        """Whether a team's barrier is computed where it is met."""
+        return self.cfg.late_ids or any(self.spec.window)
+
+    def late(self, x: Int32) -> Int32:
+        """``x``; what depends on it is computed where it is used, not kept in registers over the
+        loops, of which a window's limits leave too few.
+        """
+        return pinned(x) if any(self.spec.window) else x
+
+    def needs_mask(self, blocks: Blocks, n_block):
+        """Whether some row of a team does not see all of one of its blocks."""
+        return needs_mask(self.mask, blocks, n_block)
 
     def _at_least_one(self, blocks: Blocks) -> Blocks:
         """Rows that see no key still visit a block, all masked, and come out as 0 and -inf."""

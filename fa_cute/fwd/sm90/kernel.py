@@ -68,7 +68,9 @@ class FwdSm90:
         heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
         space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
         ratio = heads // mK.shape[2]
-        order, ctas = self._order(space, mK.shape[1], ratio, num_sms)
+        # Tiles that run together share as much of K and V as a tile sees of it.
+        keys = self.spec.band(window_left, window_right).most_keys(c.tile_m, mK.shape[1])
+        order, ctas = self._order(space, keys, ratio, num_sms)
         tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
         load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
         load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
@@ -92,6 +94,8 @@ class FwdSm90:
             qk=wgmma.make_mma(dtype, c.tile_n),
             pv=wgmma.make_mma(dtype, c.head_dim_v, a_in_regs=True, b_transposed=True),
             scale_log2=scale_log2_of(softmax_scale),
+            window_left=window_left,
+            window_right=window_right,
             qhead_per_kvhead=ratio,
             order=order,
         )
