@@ -280,11 +280,15 @@ def _runtime_libraries() -> list[str]:
     found = importlib.util.find_spec("cutlass")
     if found is None:
         raise CompileError("nvidia-cutlass-dsl is not installed")
+    from .sim import mlir
+
     package = Path(next(iter(found.submodule_search_locations))).parents[1]
-    libraries = [str(p) for p in package.glob("cu1*/lib/libcute_dsl_runtime.so")]
-    if len(libraries) == 1:
-        return libraries
-    from cutlass.runtime import find_runtime_libraries  # it knows which of several
+    # Of several toolkits (cu12, cu13) the one whose extension module the DSL's loader chose.
+    toolkit = Path(mlir.extension().__file__).name.split(".")[1]
+    library = package / toolkit / "lib" / "libcute_dsl_runtime.so"
+    if library.exists():
+        return [str(library)]
+    from cutlass.runtime import find_runtime_libraries  # of a build that is laid out otherwise
 
     return find_runtime_libraries(enable_tvm_ffi=False)
 
