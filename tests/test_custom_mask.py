@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute import cache
+from fa_cute import arch as archs
+from fa_cute import cache, launch, tune
 from fa_cute.bwd.args import BwdSpec
-from fa_cute.errors import ArgumentError, PlanError
+from fa_cute.errors import ArgumentError, PlanError, UnsupportedError
 from fa_cute.fwd.args import FwdSpec
+from fa_cute.ops.arith import hi, lo
 from fa_cute.ops.mask import Band, kv_blocks, q_blocks
+from fa_cute.problem import AttnProblem
+
+from . import tolerance
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "custom_mask.py"
 
@@ -28,7 +36,9 @@ def module_of(path: Path, name: str):
     return module
 
 
-Prefix = module_of(EXAMPLE, "example_of_a_mask").Prefix
+example = module_of(EXAMPLE, "example_of_a_mask")
+Prefix = example.Prefix
+ARCHES = ("sm_90a", "sm_100a")
 lengths, tiles = st.integers(1, 40), st.sampled_from((1, 4, 8))
 
 
@@ -53,6 +63,54 @@ def test_the_example_against_brute_force(seqlen_q, seqlen_k, prefix, tile_m, til
         blocks = q_blocks(mask, n, tile_m, tile_n, seqlen_q, seqlen_k)
         of_n |= {(m, n) for m in range(blocks.lo, blocks.hi)}
     assert of_m == of_n == meet
+
+
+@dataclass(frozen=True)
+class Chunked(Band):
+    """Keys of a query's own chunk, up to itself: a limit on both sides that is no window."""
+
+    left: int = 0
+    right: int = 0
+    chunk: int = 128
+
+    def k_bounds(self, q, seqlen_q, seqlen_k):
+        k_lo, k_hi = super().k_bounds(q, seqlen_q, seqlen_k)
+        return k_lo // self.chunk * self.chunk, k_hi
+
+    def q_bounds(self, k, seqlen_q, seqlen_k):
+        off, end = seqlen_k - seqlen_q, (k // self.chunk + 1) * self.chunk
+        q_lo, _ = super().q_bounds(k, seqlen_q, seqlen_k)
+        return q_lo, hi(lo(end - off, seqlen_q), 0)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_kernels_against_torch(arch, monkeypatch):
+    """Forward and gradients, on lengths that end within a tile, against float64."""
+    pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+    monkeypatch.setenv("FA_CUTE_ARCH", arch)
+    target, g = archs.get(arch), torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 270, 2, 64, generator=g).bfloat16() for _ in range(4))
+    mask = Chunked(chunk=96)
+    out, lse = example.attention(q, k, v, mask)
+    problem = AttnProblem.of(q, k, v, causal=True)
+    spec = replace(tune.backward_spec(problem, deterministic=False), custom=mask)
+    grads = tuple(torch.full_like(x, math.nan) for x in (q, k, v))
+    if tune.WINDOW in tune.BACKWARD_DOES[target.family]:
+        launch.backward((q, k, v, out, lse, dout, None), spec, problem, target, "sim", grads)
+    else:
+        with pytest.raises(UnsupportedError, match="no backward on"):
+            tune.backward(spec, target)
+        grads = ()
+
+    def in_torch(dtype):
+        own = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        found = example.in_torch(*own, mask, dtype)
+        return found, *torch.autograd.grad(found, own, dout.to(dtype))
+
+    names, exact, theirs = ("out", "dq", "dk", "dv"), in_torch(torch.float64), in_torch(q.dtype)
+    for name, ours, want, other in zip(names, (out, *grads), exact, theirs):
+        bar = tolerance.FACTOR * tolerance.worst(other, want) + tolerance.rounding(want, q.dtype)
+        assert tolerance.worst(ours, want) <= bar, name
 
 
 @pytest.mark.parametrize("spec", [FwdSpec, BwdSpec])
