@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fa_cute.bwd.args import BwdSpec
+from fa_cute.sim import host
 
-from .test_sm90_sim import SCHEDULES, Case, poisoned_outputs  # noqa: F401  (a fixture)
+from .test_sm90_sim import HOPPER, SCHEDULES, Case, poisoned_outputs  # noqa: F401  (a fixture)
 
 pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
 
@@ -66,6 +67,16 @@ def test_deterministic_bits_under_any_schedule(head_dim, kind, options, monkeypa
         monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
         for a, b in zip(first, case.run(), strict=True):
             assert torch.equal(a, b), schedule
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_no_deadlock_with_few_ctas_at_a_time(resident):
+    """A limit on the right: turns are taken, and CTAs launched, from the last keys down."""
+    case = case_of(spec_of(64, "lr", deterministic=True, qhead_per_kvhead=2), 250, 420, 150, 40)
+    with host.session(HOPPER, dsl=False, resident=resident):
+        limited = case.run()
+    for a, b in zip(limited, case.run(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_blocks_outside_the_band_are_not_visited():

@@ -4,19 +4,19 @@ carries it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
-from fa_cute.ops import mask, seqlen
+from fa_cute.ops import mask, rows, seqlen
 from fa_cute.plan import Via
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -128,10 +128,20 @@ class BwdCtx:
     pipes: SimpleNamespace
     mmas: Mmas
     writer: Any
+    order: Any  # who does which tile
     tile: Any
     lengths: Any  # of the tile's batch element, as `ops.seqlen` gives them
     scale: Float32
     scale_log2: Float32
+
+    def anew(self) -> BwdCtx:
+        """The same for what comes after the loop: a sequence's tile is looked up once more, where
+        otherwise its numbers would be alive, or spilled, in the loop."""
+        if not self.spec.varlen:
+            return self
+        index = rows.pinned(Int32(cute.arch.block_idx()[0]))
+        tile = self.order.start(index, cute.arch.grid_dim()[0]).tile()
+        return replace(self, tile=tile, lengths=self.g.seqlens.at(tile))
 
     @property
     def mask(self) -> mask.Band:

@@ -159,6 +159,7 @@ class Main:
             pipes=pipes,
             mmas=make_mmas(c, DTYPES[self.spec.dtype]),
             writer=self.writer,
+            order=order,
             tile=tile,
             lengths=g.seqlens.at(tile),
             scale=scale,

@@ -65,7 +65,7 @@ class Lagged:
         dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
         warpgroup.wait_group(0)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
-        self.epilogue.write(cx, ((DV, dV), (DK, dK)), lane, thread)
+        self.epilogue.write(cx.anew(), ((DV, dV), (DK, dK)), lane, thread)
 
     @cute.jit
     def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, kind: cutlass.Constexpr):
@@ -78,8 +78,11 @@ class Lagged:
         S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
         gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
-        lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
+        if const_expr(not c.late_stats):
+            lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
         warpgroup.wait_group(1)  # S
+        if const_expr(c.late_stats):
+            lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
         probabilities(cx, S, lse, m_block, lane, masked)
         rP = operand(cx, S, cx.mmas.dv)
         delta = columns(cx.smem.sDelta[None, do_full.index], c.tile_m, lane)

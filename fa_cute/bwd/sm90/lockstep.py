@@ -63,7 +63,7 @@ class Lockstep:
                 self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
                 warpgroup.wait_group(0)  # dK
                 q_full.release()
-        self.epilogue.write(cx, ((DV, dV), (DK, dK)), lane, thread)
+        self.epilogue.write(cx.anew(), ((DV, dV), (DK, dK)), lane, thread)
 
     def issue_scores(self, cx: BwdCtx, parts: Parts, accs, q_full, do_full):
         """Issue S and dP."""

@@ -43,6 +43,7 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
+    late_stats: row statistics are loaded after the products that they wait with: fewer registers.
     schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
     """
 
@@ -55,6 +56,7 @@ class BwdSm90Config:
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
+    late_stats: bool = False
     schedule: str = "lagged"
     scheduler: str = "single"
     consumer_regs: int = 240
@@ -210,12 +212,17 @@ UNORDERED = {
     256: {"dq_direct": True, "do_stages": 2},
 }
 
+# What a mask with a limit on the left takes besides, whose limits are in registers.
+TWO_LIMITS = {64: {"late_stats": True}, 128: {"late_stats": True}}
+
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
     for row in TILES:
         if spec.head_dim > row["head_dim"] or spec.head_dim_v > row["head_dim_v"]:
             continue
+        if spec.band(0, 0).hides_keys:
+            row = {**row, **TWO_LIMITS.get(row["head_dim"], {})}
         if spec.deterministic:
             return BwdSm90Config(
                 **row, scheduler="spt" if descends(spec.band(0, 0)) else "ascending"

@@ -5,17 +5,18 @@ thread).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
 from fa_cute.ops.arith import hi
+from fa_cute.ops.rows import pinned
 
 BOTH = CONSUMERS * WARPGROUP_THREADS
 
@@ -106,23 +107,39 @@ def probabilities(cx: BwdCtx, S: cute.Tensor, lse: cute.Tensor, m_block, lane: L
 
 @cute.jit
 def queries(cx: BwdCtx, m_block, lane: Lane, h: cutlass.Constexpr[int]):
-    """Queries [start, end) that see key ``h`` of a thread, as columns of that thread's fragment;
-    ``end`` is None without a limit: rows past the last query have an lse of +inf."""
+    """Queries that see key ``h`` of a thread, as columns of that thread's fragment: (start, None)
+    from one on, (None, end) up to one, else (start, how many). Rows past the last query need no
+    limit: their lse is +inf.
+    """
     c = cx.cfg
+    if const_expr(cx.mask.hides_keys):
+        lane = replace(lane, t=pinned(lane.t))  # else kept, or spilled, from one loop to the next
     key = cx.n_block * c.tile_n + lane.key + lane.row + 8 * h
     first, end = cx.mask.q_limits(key, cx.seqlen_q, cx.seqlen_k)
-    start = Int32(0)
+    origin = m_block * c.tile_m
+    if const_expr(first is None and end is not None):
+        last = end - origin - lane.col
+        if key >= cx.seqlen_k:
+            last = Int32(0)
+        return None, last
+    start, count = Int32(0), None
     if const_expr(first is not None):
-        start = first - m_block * c.tile_m - lane.col
+        start = first - origin - lane.col
+    if const_expr(end is not None):
+        count = hi(end - first, 0)  # of a band, the same for every key: one register
     if key >= cx.seqlen_k:
         start = Int32(c.tile_m)
-    return start, None if end is None else end - m_block * c.tile_m - lane.col
+    return start, count
 
 
 def within(column: int, seen):
-    """Whether ``column`` is in ``seen``, as `queries` gives it."""
-    start, end = seen
-    return column >= start if end is None else (column >= start) & (column < end)
+    """Whether ``column`` is in ``seen``, as `queries` gives it: one comparison."""
+    start, rest = seen
+    if rest is None:
+        return column >= start
+    if start is None:
+        return column < rest
+    return Uint32(column - start) < Uint32(rest)
 
 
 def spans(blocks, start):

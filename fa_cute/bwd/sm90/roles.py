@@ -126,7 +126,7 @@ class Values:
                 at = (m_block, q_full, do_full)
                 self.step(cx, operands, dV, at, lane, (False, masked))
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.write(cx, ((DV, dV),), lane, t)
+        self.epilogue.write(cx.anew(), ((DV, dV),), lane, t)
 
     @cute.jit
     def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, kind: cutlass.Constexpr):
@@ -192,7 +192,7 @@ class Keys:
             q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
             self.step(cx, operands, dK, (m_block, q_full, do_full), lane, False)
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.write(cx, ((DK, dK),), lane, t)
+        self.epilogue.write(cx.anew(), ((DK, dK),), lane, t)
 
     @cute.jit
     def step(self, cx: BwdCtx, operands, dK, at, lane: Lane, first: cutlass.Constexpr[bool]):

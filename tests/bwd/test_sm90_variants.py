@@ -1,0 +1,45 @@
+"""The kinds of the Hopper backward's main kernel that are tightest, assembled: no register in local
+memory. The kernels around it are compiled by other tests."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from fa_cute import compile, resources
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.sm90 import plan
+
+from .test_sm90_sim import HOPPER
+
+pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+
+# Shared kv heads, an order, limits on both sides and lists of sequences all take registers.
+KINDS = {
+    "left": {"window": (True, False), "qhead_per_kvhead": 2},
+    "both": {"window": (True, True), "varlen": True},
+    "ordered": {"window": (True, True), "deterministic": True, "qhead_per_kvhead": 2},
+}
+SPECS = {
+    f"{row['head_dim']}_{row['head_dim_v']}-{kind}": BwdSpec(
+        "bf16", row["head_dim"], row["head_dim_v"], False, **options
+    )
+    for row in plan.TILES
+    for kind, options in KINDS.items()
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_variant_spills(name):
+    from fa_cute.bwd import call
+
+    spec = SPECS[name]
+    cfg, lengths = plan.config(spec), (spec.varlen, spec.varlen, False, False)
+    request = compile.Request("backward", cfg, spec, HOPPER, lengths=lengths)
+    nothing = dict.fromkeys(("BwdPreprocess", "BwdPostprocess"), mock.DEFAULT)
+    with mock.patch.multiple(call, **nothing):
+        kernels = resources.of_cubin(compile.cubin(request))
+    (main,) = (k for k in kernels if k.threads == cfg.warps.threads)
+    assert not main.spills, main
+    assert main.regs <= cfg.warps.launch_regs
