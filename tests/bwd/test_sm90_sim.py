@@ -123,6 +123,29 @@ def test_head_dims_between_the_rows(head_dim, head_dim_v):
     Case(BwdSpec("bf16", head_dim, head_dim_v, True), 140, 150, with_lse=False).check()
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(256, "fp16"), (128, "fp16"), (256, "bf16")])
+def test_no_error_but_the_roundings_to_16_bits(head_dim, dtype):
+    """Of P, of dS and of the out that delta is made of; all else adds less than the last bit. With
+    three keys these are the whole error, and may be more than twice torch's."""
+    kind, spec = DTYPES[dtype], BwdSpec(dtype, head_dim, head_dim, True, deterministic=True)
+    for n in (3, 5, 9):
+        case = Case(spec, n, n, heads_kv=4)
+        tensors = (case.q, case.k, case.v, case.dout, case.out)
+        q, k, v, dout, out = (x[0].transpose(0, 1).double() for x in tensors)
+        scale, seen = head_dim**-0.5, torch.ones(n, n, dtype=torch.bool).tril()
+        scores = q @ k.mT * scale - case.lse[0].double()[..., None]
+        p = scores.exp().masked_fill(~seen, 0.0)
+        rounded = p.to(kind).double()
+        delta = (dout * out).sum(-1, keepdim=True) - case.dlse[0].double()[..., None]
+        # By role, dS is made of the P that went through shared memory in 16 bits.
+        ds = (rounded if head_dim == 256 else p) * (dout @ v.mT - delta)
+        ds = ds.to(kind).double()
+        model = (ds @ k * scale, ds.mT @ q * scale, rounded.mT @ dout)
+        for got, want in zip(case.run(), model, strict=True):
+            error = tolerance.worst(got[0].transpose(0, 1), want)
+            assert error <= 1.05 * tolerance.rounding(want, kind) / 2
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
 def test_scales_of_any_sign(head_dim, causal, scale):
