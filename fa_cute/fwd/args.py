@@ -71,11 +71,6 @@ class FwdSpec:
         return self.custom or mask.limited(self.causal, self.window, left, right)
 
     @property
-    def mask(self) -> mask.Band:
-        """The band of a call without a window."""
-        return self.band()
-
-    @property
     def kv_bytes_per_row(self) -> int:
         """Bytes of one key and its value."""
         return (self.head_dim + self.head_dim_v) * ELEMENT_BYTES
