@@ -7,6 +7,7 @@ Two policies with one interface. A kernel holds one of them, chosen while it is 
     seqlens.rows(view, side, head)     rows of a TMA view, (rows, d); ``turned``: (d, rows)
     seqlens.plain(tensor, side, head)  rows of a tensor as the user holds it, (rows, d)
     seqlens.values(tensor, head)       one number per query as the user holds it (LSE): (rows,)
+    seqlens.set_value(tensor, head, row, value)    writes one of them
     seqlens.padded(view, head, tile)   the same in the backward's workspace: whole tiles of rows
     seqlens.tile_q, seqlens.tile_k     number of a tile in the workspace, counted over everything
 
@@ -75,6 +76,9 @@ class DenseSeqlens:
     def values(self, tensor: Any, head: Any) -> Any:
         return tensor[self.batch, head, None]
 
+    def set_value(self, tensor: Any, head: Any, row: Any, value: Any) -> None:
+        tensor[self.batch, head, row] = value
+
     def padded(self, view: Any, head: Any, tile: int) -> Any:
         """``view`` is (rows, heads, batch)."""
         return view[None, head, self.batch]
@@ -132,6 +136,9 @@ class VarlenSeqlens:
         import cutlass.cute as cute
 
         return cute.domain_offset((0, self.offset_q), tensor)[head, None]
+
+    def set_value(self, tensor: Any, head: Any, row: Any, value: Any) -> None:
+        tensor[head, self.offset_q + row] = value
 
     def padded(self, view: Any, head: Any, tile: int) -> Any:
         """``view`` is (rows, heads): the tiles of all sequences one after the other."""

@@ -83,6 +83,6 @@ class Correction:
 def store_lse(cx: FwdCtx, tile: Tile, t: cutlass.Constexpr, thread, lse):
     """Write this thread's LSE unless its row lies past the end."""
     q = (tile.m_block * Q_TILES + t) * cx.cfg.tile_m + thread
-    mLSE = cx.args.mLSE[tile.batch, tile.head, None]  # (seqlen_q)
-    if q < cx.args.seqlen_q:
-        mLSE[q] = lse
+    at = cx.seqlens(tile)
+    if q < at.q:
+        at.set_value(cx.args.mLSE, tile.head, q, lse)

@@ -23,18 +23,17 @@ class KernelArgs:
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
     tma_o: cute.CopyAtom
-    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch); varlen as ops.ragged says
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_kv, batch)
     mV: cute.Tensor  # (head_dim_v, seqlen_k, heads_kv, batch)
     mO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mLSE: cute.Tensor  # (batch, heads, seqlen_q)
+    mLSE: cute.Tensor  # (batch, heads, seqlen_q); varlen (heads, total_q)
     tiled_mma_qk: cute.TiledMma
     tiled_mma_pv: cute.TiledMma
     order: Any  # of the tiles
     scale_log2: Float32  # magnitude of the factor on a score, in log2 units
     negate: Boolean  # its sign: applied to Q by the tensor core
-    seqlen_q: Int32
-    seqlen_k: Int32
+    seqlens: Any  # ops.seqlen policy: lengths and places of a tile's rows
     qhead_per_kvhead: Int32
     window_left: Int32 | None  # keys seen before the diagonal
     window_right: Int32 | None  # and after it
@@ -73,29 +72,32 @@ class FwdCtx:
         """Which keys a query sees."""
         return self.spec.band(self.args.window_left, self.args.window_right)
 
+    def seqlens(self, tile: Tile):
+        """Lengths of the batch element or sequence of a tile, and where its rows lie."""
+        return self.args.seqlens.at(tile)
+
     def kv_blocks(self, tile: Tile) -> mask.Blocks:
         """KV blocks that the two query tiles of `tile` visit, together.
 
         Where O lies over Q, Q is brought for every tile: one that sees no key visits a block, all
         masked.
         """
-        rows = Q_TILES * self.cfg.tile_m
-        blocks = self._blocks(tile.m_block, rows)
+        blocks = self._blocks(tile, tile.m_block, Q_TILES * self.cfg.tile_m)
         if self.cfg.o_over_q:
             return replace(blocks, hi=hi(blocks.hi, blocks.lo + 1))
         return blocks
 
     def kv_blocks_of(self, tile: Tile, t) -> mask.Blocks:
         """The same for query tile `t` alone."""
-        return self._blocks(tile.m_block * Q_TILES + t, self.cfg.tile_m)
+        return self._blocks(tile, tile.m_block * Q_TILES + t, self.cfg.tile_m)
 
     def spans(self, tile: Tile, t):
         """How the blocks below the last one are gone through: `ops.mask.kv_spans` of tile `t`."""
         return mask.kv_spans(self.mask, self.kv_blocks(tile), self.kv_blocks_of(tile, t))
 
-    def _blocks(self, m_block, rows: int) -> mask.Blocks:
-        a = self.args
-        return mask.kv_blocks(self.mask, m_block, rows, self.cfg.tile_n, a.seqlen_q, a.seqlen_k)
+    def _blocks(self, tile: Tile, m_block, rows: int) -> mask.Blocks:
+        at = self.seqlens(tile)
+        return mask.kv_blocks(self.mask, m_block, rows, self.cfg.tile_n, at.q, at.k)
 
     def head_kv(self, tile: Tile):
         """The kv head that the query head of `tile` reads."""

@@ -28,7 +28,8 @@ class Epilogue:
         sched = cx.scheduler()
         tile = sched.tile()
         while tile.valid:
-            mO = a.mO[None, None, tile.head, tile.batch]  # (seqlen_q, head_dim_v)
+            at = cx.seqlens(tile)
+            mO = at.rows(a.mO, "q", tile.head)  # (seqlen_q, head_dim_v)
             gO = cute.local_tile(mO, (cx.cfg.tile_m, cx.cfg.head_dim_v), (None, 0))
             tOsO, tOgO = cpasync.tma_partition(
                 a.tma_o,
@@ -42,7 +43,7 @@ class Epilogue:
                     q.wait_and_advance()  # long since there, or O would not be
                 o.wait_and_advance()
                 m_block = tile.m_block * Q_TILES + t
-                if m_block * cx.cfg.tile_m < a.seqlen_q:
+                if m_block * cx.cfg.tile_m < at.q:
                     cute.copy(a.tma_o, tOsO[None, t], tOgO[None, m_block])
                 cute.arch.cp_async_bulk_commit_group()
             for t in cutlass.range_constexpr(Q_TILES):

@@ -12,8 +12,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from ... import sched
-from ...ops import pipes, softmax, umma
+from ...ops import pipes, ragged, seqlen, softmax, umma
 from ...ops.arith import ceil_div
+from ...sched.varlen_prepare import Prepare, order_of
+from ...sched.varlen_sides import Side
 from ..args import FwdSpec
 from .correction import Correction
 from .ctx import FwdCtx, KernelArgs, Smem
@@ -61,6 +63,7 @@ class FwdSm100:
     ):
         """q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_kv, d), out like q,
         lse (batch, heads, seqlen_q) fp32; any strides with unit last dimension and 16-byte rows.
+        Varlen: q (total_q, heads, d), k and v (total_k, heads_kv, d), lse (heads, total_q).
         """
         c, element = self.cfg, self.spec.element
         qk = umma.mma_ss(element, (c.tile_m, c.tile_n))
@@ -76,10 +79,17 @@ class FwdSm100:
                 element, LayoutEnum.ROW_MAJOR, (c.tile_m, c.head_dim_v), Q_TILES
             ),
         }
-        seqlen_q, heads, batch = mQ.shape[1], mQ.shape[2], mQ.shape[0]
-        seqlen_k, qhead_per_kvhead = mK.shape[1], mQ.shape[2] // mK.shape[2]
-        mQ, mK, mO = _modes(mQ, 1, 3, 2, 0), _modes(mK, 1, 3, 2, 0), _modes(mO, 1, 3, 2, 0)
-        mV = _modes(mV, 3, 1, 2, 0)
+        lengths = (cu_q, cu_k, used_q, used_k)
+        band = self.spec.band(window_left, window_right)
+        if const_expr(self.spec.varlen):
+            order, seqlens = self.sequences(
+                (mQ, mK, mO, mLSE), lengths, band, mVarlen, num_sms, stream
+            )
+        else:
+            order, seqlens = self.batch(mQ, mK, band)
+        qhead_per_kvhead = mQ.shape[-2] // mK.shape[-2]
+        view = ragged.tma_view if self.spec.varlen else _dense_view
+        mQ, mK, mV, mO = view(mQ), view(mK), view(mV, turned=True), view(mO)
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         slot = {name: cute.select(layout, mode=[0, 1, 2]) for name, layout in layouts.items()}
@@ -88,15 +98,6 @@ class FwdSm100:
         tma_v, mV = cute.nvgpu.make_tiled_tma_atom_B(load, mV, slot["sV"], v_tile, pv)
         tma_o, mO = cpasync.make_tiled_tma_atom(
             store, mO, cute.select(layouts["sO"], mode=[0, 1]), (c.tile_m, c.head_dim_v)
-        )
-        order = sched.make(
-            c.scheduler,
-            sched.TileSpace(ceil_div(seqlen_q, Q_TILES * c.tile_m), heads, batch),
-            seqlen_k=self.spec.band(window_left, window_right).most_keys(
-                Q_TILES * c.tile_m, seqlen_k
-            ),
-            kv_bytes_per_row=self.spec.kv_bytes_per_row,
-            qhead_per_kvhead=qhead_per_kvhead,
         )
         args = KernelArgs(
             tma_q,
@@ -113,8 +114,7 @@ class FwdSm100:
             order,
             softmax.scale_log2_of(softmax_scale),
             softmax_scale < 0.0,
-            seqlen_q,
-            seqlen_k,
+            seqlens,
             qhead_per_kvhead,
             window_left,
             window_right,
@@ -125,6 +125,31 @@ class FwdSm100:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def batch(self, mQ: cute.Tensor, mK: cute.Tensor, band):
+        """(order of tiles, lengths) of a dense batch."""
+        c = self.cfg
+        batch, seqlen_q, heads, _ = mQ.shape
+        order = sched.make(
+            c.scheduler,
+            sched.TileSpace(ceil_div(seqlen_q, Q_TILES * c.tile_m), heads, batch),
+            seqlen_k=band.most_keys(Q_TILES * c.tile_m, mK.shape[1]),
+            kv_bytes_per_row=self.spec.kv_bytes_per_row,
+            qhead_per_kvhead=heads // mK.shape[2],
+        )
+        return order, seqlen.Dense(seqlen_q, mK.shape[1])
+
+    def sequences(self, tensors, lengths, band, mVarlen: cute.Tensor, num_sms: Int32, stream):
+        """The same of sequences: launches the kernel that lists their tiles."""
+        mQ, mK, mO, mLSE = tensors
+        cu_q, cu_k, used_q, used_k = lengths
+        total, heads, _ = mQ.shape
+        work = self.cfg.work(self.spec)
+        q = Side(cu_q, used_q, total, zeros=(mO,), lse=mLSE)
+        k = Side(cu_k, used_k, mK.shape[0])
+        ratio = heads // mK.shape[1]
+        made = Prepare(work, num_sms)(q, k, heads, ratio, band, mVarlen, stream)
+        return order_of(work, made, total, heads), seqlen.Varlen(made.records)
 
     @cute.kernel
     def kernel(
@@ -188,6 +213,7 @@ class FwdSm100:
         )
 
 
-def _modes(t: cute.Tensor, *order: int) -> cute.Tensor:
-    """The same tensor with its modes in another order."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=list(order)))
+def _dense_view(t: cute.Tensor, turned: bool = False) -> cute.Tensor:
+    """(batch, rows, heads, d) as (rows, d, heads, batch), or ``turned`` as (d, rows, ...)."""
+    mode = [3, 1, 2, 0] if turned else [1, 3, 2, 0]
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=mode))

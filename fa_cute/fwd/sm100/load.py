@@ -35,9 +35,10 @@ class Load:
         while tile.valid:
             blocks = cx.kv_blocks(tile)
             head_kv = cx.head_kv(tile)
-            mQ = a.mQ[None, None, tile.head, tile.batch]  # (seqlen_q, head_dim)
-            mK = a.mK[None, None, head_kv, tile.batch]  # (seqlen_k, head_dim)
-            mV = a.mV[None, None, head_kv, tile.batch]  # (head_dim_v, seqlen_k)
+            at = cx.seqlens(tile)
+            mQ = at.rows(a.mQ, "q", tile.head)  # (seqlen_q, head_dim)
+            mK = at.rows(a.mK, "k", head_kv)  # (seqlen_k, head_dim)
+            mV = at.rows(a.mV, "k", head_kv, turned=True)  # (head_dim_v, seqlen_k)
             gQ = cute.local_tile(mQ, (tile_m, cx.cfg.head_dim), (None, 0))  # (tile_m, d, blocks)
             # (tile_n, k_cols, blocks, parts), (dv, v_keys, blocks * parts)
             gK = cute.local_tile(mK, (tile_n, cx.cfg.k_cols), (None, None))

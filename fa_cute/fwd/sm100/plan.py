@@ -50,7 +50,8 @@ from ...plan import (
     WarpPlan,
     verify,
 )
-from ..args import ELEMENT_BYTES, Exp2Split
+from ...sched.varlen import Work
+from ..args import ELEMENT_BYTES, Exp2Split, FwdSpec
 
 WARPS = Arrive.WARPS
 FP32_BYTES = 4
@@ -80,6 +81,11 @@ class FwdConfig:
     scheduler: str = "persistent"
     kv_parts: tuple[int, int] = (1, 1)  # ring slots of a K and of a V block
     o_over_q: bool = False  # O lies where Q was; else it has memory of its own
+
+    def work(self, spec: FwdSpec) -> Work:
+        """How sequences of a varlen call are cut into tiles."""
+        rows = Q_TILES * self.tile_m
+        return Work("q", rows, self.tile_n, spec.kv_bytes_per_row, descending=True)
 
     def __post_init__(self) -> None:
         if (self.tile_m, self.tile_n) != (128, 128):

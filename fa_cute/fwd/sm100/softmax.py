@@ -49,7 +49,8 @@ class Softmax:
         while tile.valid:
             blocks = cx.kv_blocks(tile)
             q = (tile.m_block * 2 + t) * cx.cfg.tile_m + thread
-            k_lo, k_hi = cx.mask.k_limits(q, cx.args.seqlen_q, cx.args.seqlen_k)
+            at = cx.seqlens(tile)
+            k_lo, k_hi = cx.mask.k_limits(q, at.q, at.k)
             row = Row(t, thread, k_lo, Int32(k_hi))
             if blocks.hi > blocks.lo:
                 last = blocks.hi - 1

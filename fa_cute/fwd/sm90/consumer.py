@@ -112,7 +112,8 @@ def _mask(cx: FwdCtx, t: Team, tile, n_block):
     """-inf for the keys of a block that a row does not see."""
     thread = cx.late(t.thread)
     row = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
-    limits = [cx.mask.k_limits(row + 8 * h, *cx.seqlens) for h in range(rows.ROWS)]
+    at = cx.seqlens(tile)
+    limits = [cx.mask.k_limits(row + 8 * h, at.q, at.k) for h in range(rows.ROWS)]
     rows.mask(t.S, limits, n_block * cx.cfg.tile_n + 2 * (thread % rows.QUAD))
 
 
@@ -123,12 +124,12 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     """
     dtype = cx.spec.element
     factors, lse = (final[0], final[1]), (final[2], final[3])
-    mLSE, seqlen_q = cx.args.mLSE, cx.seqlens[0]
+    at = cx.seqlens(tile)
     mine = cx.rows_of(tile, t.index) + t.warp * 16 + t.thread % 32 // rows.QUAD
     if t.thread % rows.QUAD == 0:
         for h in cutlass.range_constexpr(rows.ROWS):
-            if mine + 8 * h < seqlen_q:
-                mLSE[tile.batch, tile.head, mine + 8 * h] = lse[h]
+            if mine + 8 * h < at.q:
+                at.set_value(cx.args.mLSE, tile.head, mine + 8 * h, lse[h])
     rO = cute.make_rmem_tensor(t.O.shape, dtype)
     pairs = cute.recast_tensor(rO, Int32)
     for r in cutlass.range_constexpr(cute.size(t.O.shape) // 2):
@@ -150,9 +151,8 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     cute.arch.fence_view_async_shared()
     _meet(cx, t)
     if t.warp == 0:
-        gO = cute.local_tile(
-            cx.args.mO[None, None, tile.head, tile.batch], (TEAM_ROWS, cx.cfg.head_dim_v), (None, 0)
-        )
+        mO = at.rows(cx.args.mO, "q", tile.head)
+        gO = cute.local_tile(mO, (TEAM_ROWS, cx.cfg.head_dim_v), (None, 0))
         tOsO, tOgO = cpasync.tma_partition(
             cx.args.store_o,
             0,

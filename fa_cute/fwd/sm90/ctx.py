@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ... import sched
+from ...ops import seqlen
 from ...ops.arith import at_most, hi
 from ...ops.mask import Band, Blocks, kv_blocks, needs_mask
 from ...ops.rows import pinned
@@ -21,7 +22,7 @@ from .plan import TEAM_ROWS, FwdConfig
 @dataclass(frozen=True)
 class FwdArgs:
     """Tensors and atoms that cross the kernel boundary; TMA views are (rows, head_dim, heads,
-    batch).
+    batch), varlen as `ops.ragged` says.
     """
 
     load_q: cute.CopyAtom
@@ -32,7 +33,7 @@ class FwdArgs:
     mK: cute.Tensor
     mV: cute.Tensor
     mO: cute.Tensor
-    mLSE: cute.Tensor  # (batch, heads, seqlen_q)
+    mLSE: cute.Tensor  # (batch, heads, seqlen_q), varlen (heads, total_q)
     qk: cute.TiledMma
     pv: cute.TiledMma
     scale_log2: Float32
@@ -40,6 +41,7 @@ class FwdArgs:
     window_right: Int32 | None  # and after it
     qhead_per_kvhead: Int32
     order: Any  # of tiles
+    records: Any  # varlen: of the sequences; else None
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ class FwdCtx:
         """The walk of this CTA over the tiles."""
         return sched.here(self.args.order)
 
-    @property
-    def seqlens(self) -> tuple[Int32, Int32]:
-        """(seqlen_q, seqlen_k)"""
-        return self.args.mQ.shape[0], self.args.mK.shape[0]
+    def seqlens(self, tile: sched.Tile):
+        """Lengths of the batch element or sequence of a tile, and where its rows lie."""
+        a = self.args
+        if self.spec.varlen:
+            return seqlen.Varlen(a.records).at(tile)
+        return seqlen.Dense(a.mQ.shape[0], a.mK.shape[0]).at(tile)
 
     @property
     def mask(self) -> Band:
@@ -74,17 +78,17 @@ class FwdCtx:
 
     def kv_blocks(self, tile: sched.Tile) -> Blocks:
         """KV blocks of a tile."""
+        at = self.seqlens(tile)
         return self._at_least_one(
-            kv_blocks(self.mask, tile.m_block, self.cfg.tile_m, self.cfg.tile_n, *self.seqlens)
+            kv_blocks(self.mask, tile.m_block, self.cfg.tile_m, self.cfg.tile_n, at.q, at.k)
         )
 
     def team_blocks(self, tile: sched.Tile, team) -> Blocks:
         """KV blocks that a team needs of its tile's; one if all its rows lie past seqlen_q."""
         m = tile.m_block * self.cfg.teams + team
-        blocks = self._at_least_one(
-            kv_blocks(self.mask, m, TEAM_ROWS, self.cfg.tile_n, *self.seqlens)
-        )
-        has_rows = at_most(m * TEAM_ROWS + 1, self.seqlens[0])
+        at = self.seqlens(tile)
+        blocks = self._at_least_one(kv_blocks(self.mask, m, TEAM_ROWS, self.cfg.tile_n, at.q, at.k))
+        has_rows = at_most(m * TEAM_ROWS + 1, at.q)
         return replace(blocks, hi=blocks.lo + 1 + (blocks.hi - blocks.lo - 1) * has_rows)
 
     def unseen(self, tile: sched.Tile, team) -> Int32:
@@ -102,13 +106,13 @@ class FwdCtx:
     @property
     def late_ids(self) -> bool:
         """Whether a team's barrier is computed where it is met."""
-        return self.cfg.late_ids or any(self.spec.window)
+        return self.cfg.late_ids or any(self.spec.window) or self.spec.varlen
 
     def late(self, x: Int32) -> Int32:
         """``x``; what depends on it is computed where it is used, not kept in registers over the
         loops, of which a window's limits leave too few.
         """
-        return pinned(x) if any(self.spec.window) else x
+        return pinned(x) if any(self.spec.window) or self.spec.varlen else x
 
     def needs_mask(self, blocks: Blocks, n_block):
         """Whether some row of a team does not see all of one of its blocks."""

@@ -10,9 +10,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ... import sched
-from ...ops import pipes, wgmma
+from ...ops import pipes, ragged, wgmma
 from ...ops.arith import at_most, hi
 from ...ops.softmax import scale_log2_of
+from ...sched.varlen_prepare import Prepare, order_of
+from ...sched.varlen_sides import Side
 from ..args import FwdSpec
 from .consumer import Consumer
 from .ctx import FwdArgs, FwdCtx
@@ -31,7 +33,8 @@ class FwdSm90:
     """``out = softmax(q k^T * scale) v`` and LSE on Hopper.
 
     A call takes q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k >= 1, heads_kv,
-    head_dim or head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32, a
+    head_dim or head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32; varlen:
+    q (total_q, heads, head_dim), k and v (total_k, ...), lse (heads, total_q), a
     positive scale.
     """
 
@@ -65,22 +68,22 @@ class FwdSm90:
             sV=wgmma.rows_layout(dtype, c.tile_n, c.head_dim_v, c.kv_stages),
             sO=wgmma.rows_layout(dtype, TEAM_ROWS, c.head_dim_v, slabs),
         )
-        heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
-        space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
-        ratio = heads // mK.shape[2]
-        # Tiles that run together share as much of K and V as a tile sees of it.
-        keys = self.spec.band(window_left, window_right).most_keys(c.tile_m, mK.shape[1])
-        order, ctas = self._order(space, keys, ratio, num_sms)
+        ratio = mQ.shape[-2] // mK.shape[-2]
+        band, records = self.spec.band(window_left, window_right), None
+        if const_expr(self.spec.varlen):
+            lengths = (cu_q, cu_k, used_q, used_k)
+            order, ctas, records = self._sequences(
+                (mQ, mK, mO, mLSE), lengths, band, mVarlen, num_sms, stream
+            )
+        else:
+            order, ctas = self._batch(mQ, mK, band, num_sms)
+        view = ragged.tma_view if self.spec.varlen else _rows_first
         tma, load = cpasync.make_tiled_tma_atom, cpasync.CopyBulkTensorTileG2SOp()
-        load_q, tQ = tma(load, _rows_first(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
-        load_k, tK = tma(load, _rows_first(mK), layouts.sK, (c.tile_n, c.head_dim))
-        load_v, tV = tma(load, _rows_first(mV), layouts.sV, (c.tile_n, c.head_dim_v))
-        store_o, tO = tma(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            _rows_first(mO),
-            layouts.sO,
-            (TEAM_ROWS, c.head_dim_v),
-        )
+        load_q, tQ = tma(load, view(mQ), layouts.sQ, (TEAM_ROWS, c.head_dim))
+        load_k, tK = tma(load, view(mK), layouts.sK, (c.tile_n, c.head_dim))
+        load_v, tV = tma(load, view(mV), layouts.sV, (c.tile_n, c.head_dim_v))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        store_o, tO = tma(store, view(mO), layouts.sO, (TEAM_ROWS, c.head_dim_v))
         args = FwdArgs(
             load_q=load_q,
             load_k=load_k,
@@ -98,6 +101,7 @@ class FwdSm90:
             window_right=window_right,
             qhead_per_kvhead=ratio,
             order=order,
+            records=records,
         )
         self.kernel(args).launch(
             grid=order.grid(ctas),
@@ -106,13 +110,34 @@ class FwdSm90:
             stream=stream,
         )
 
-    def _order(self, space, seqlen_k, qhead_per_kvhead, num_sms):
-        """The order of tiles, and the CTAs of a persistent grid."""
+    def _sequences(self, tensors, lengths, band, mVarlen, num_sms, stream):
+        """(order of tiles, CTAs of a persistent grid, records) of sequences: launches the kernel
+        that lists their tiles.
+        """
+        mQ, mK, mO, mLSE = tensors
+        cu_q, cu_k, used_q, used_k = lengths
+        total, heads, _ = mQ.shape
+        work = self.cfg.work(self.spec)
+        q = Side(cu_q, used_q, total, zeros=(mO,), lse=mLSE)
+        k = Side(cu_k, used_k, mK.shape[0])
+        ratio = heads // mK.shape[1]
+        made = Prepare(work, num_sms)(q, k, heads, ratio, band, mVarlen, stream)
+        order = order_of(work, made, total, heads)
+        average = mK.shape[0] // made.records.shape[0]
+        one_per_tile = at_most(LONG_ROWS, average) * hi(order.capacity - num_sms, 0)
+        return order, num_sms + one_per_tile, made.records
+
+    def _batch(self, mQ, mK, band, num_sms):
+        """(order of tiles, CTAs of a persistent grid) of a dense batch."""
         c = self.cfg
+        heads, batch, seqlen_q = mQ.shape[2], mQ.shape[0], mQ.shape[1]
+        space = sched.TileSpace(cute.ceil_div(seqlen_q, c.tile_m), heads, batch)
+        # Tiles that run together share as much of K and V as a tile sees of it.
+        seqlen_k = band.most_keys(c.tile_m, mK.shape[1])
         lengths = {
             "seqlen_k": seqlen_k,
             "kv_bytes_per_row": self.spec.kv_bytes_per_row,
-            "qhead_per_kvhead": qhead_per_kvhead,
+            "qhead_per_kvhead": heads // mK.shape[2],
         }
         if c.scheduler == "snake":
             return sched.snake.dealt(space, num_sms, **lengths)
@@ -139,6 +164,17 @@ class FwdSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        if const_expr(self.spec.varlen):
+            # There may be fewer tiles than there are CTAs.
+            if cx.scheduler().tile().valid:
+                self.roles(cx, warp)
+        else:
+            self.roles(cx, warp)
+
+    @cute.jit
+    def roles(self, cx: FwdCtx, warp):
+        """What each warp does."""
+        c = self.cfg
         load, first = c.warps["load"], c.warps[c.consumers[0]]
         if warp < first.start:
             cute.arch.setmaxregister_decrease(load.regs)

@@ -14,10 +14,8 @@ from .plan import TEAM_ROWS
 
 
 def _sides(atom, smem: cute.Tensor, view: cute.Tensor, tiler: tuple[int, int]):
-    """SMEM (bytes, slot) and global (bytes, block, head, batch) sides of the copies of an
-    operand.
-    """
-    blocks = cute.local_tile(view, tiler, (None, 0, None, None))
+    """SMEM (bytes, slot) and global (bytes, block) sides of the copies of an operand's rows."""
+    blocks = cute.local_tile(view, tiler, (None, 0))
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(blocks, 0, 2)
     )
@@ -27,12 +25,13 @@ def _sides(atom, smem: cute.Tensor, view: cute.Tensor, tiler: tuple[int, int]):
 def _load_q(cx: FwdCtx, q, tile):
     """Q of all teams of a tile."""
     c = cx.cfg
-    tQsQ, tQgQ = _sides(cx.args.load_q, cx.smem.sQ, cx.args.mQ, (TEAM_ROWS, c.head_dim))
+    mQ = cx.seqlens(tile).rows(cx.args.mQ, "q", tile.head)
+    tQsQ, tQgQ = _sides(cx.args.load_q, cx.smem.sQ, mQ, (TEAM_ROWS, c.head_dim))
     free = q.acquire_and_advance()
     for team in cutlass.range_constexpr(c.teams):
         cute.copy(
             cx.args.load_q,
-            tQgQ[None, tile.m_block * c.teams + team, tile.head, tile.batch],
+            tQgQ[None, tile.m_block * c.teams + team],
             tQsQ[None, free.index * c.teams + team],
             tma_bar_ptr=free.barrier,
         )
@@ -40,18 +39,20 @@ def _load_q(cx: FwdCtx, q, tile):
 
 
 @cute.jit
-def _load_k(cx: FwdCtx, free, tile, n_block):
-    """K of a block into a slot."""
-    tKsK, tKgK = _sides(cx.args.load_k, cx.smem.sK, cx.args.mK, (cx.cfg.tile_n, cx.cfg.head_dim))
-    source = tKgK[None, n_block, cx.kv_head(tile), tile.batch]
+def _load_k(cx: FwdCtx, free, tile, at, n_block):
+    """K of a block into a slot; ``at`` are the lengths of the tile."""
+    mK = at.rows(cx.args.mK, "k", cx.kv_head(tile))
+    tKsK, tKgK = _sides(cx.args.load_k, cx.smem.sK, mK, (cx.cfg.tile_n, cx.cfg.head_dim))
+    source = tKgK[None, n_block]
     cute.copy(cx.args.load_k, source, tKsK[None, free.index], tma_bar_ptr=free.barrier)
 
 
 @cute.jit
-def _load_v(cx: FwdCtx, free, tile, n_block):
+def _load_v(cx: FwdCtx, free, tile, at, n_block):
     """V of a block into a slot."""
-    tVsV, tVgV = _sides(cx.args.load_v, cx.smem.sV, cx.args.mV, (cx.cfg.tile_n, cx.cfg.head_dim_v))
-    source = tVgV[None, n_block, cx.kv_head(tile), tile.batch]
+    mV = at.rows(cx.args.mV, "k", cx.kv_head(tile))
+    tVsV, tVgV = _sides(cx.args.load_v, cx.smem.sV, mV, (cx.cfg.tile_n, cx.cfg.head_dim_v))
+    source = tVgV[None, n_block]
     cute.copy(cx.args.load_v, source, tVsV[None, free.index], tma_bar_ptr=free.barrier)
 
 
@@ -59,7 +60,7 @@ def _load_v(cx: FwdCtx, free, tile, n_block):
 def _first(cx: FwdCtx, q, kv, tile):
     """A tile's Q, and its first K without a V: the slot waits for the bytes of K alone."""
     free = kv.acquire_and_advance(tx_bytes=cx.cfg.smem.bytes("sK"))
-    _load_k(cx, free, tile, cx.kv_blocks(tile).hi - 1)
+    _load_k(cx, free, tile, cx.seqlens(tile), cx.kv_blocks(tile).hi - 1)
     q = _load_q(cx, q, tile)
     return q, kv
 
@@ -88,27 +89,27 @@ class Load:
         if const_expr(c.joined):
             q, kv = _first(cx, q, kv, tile)
         while tile.valid:
-            blocks = cx.kv_blocks(tile)
+            blocks, at = cx.kv_blocks(tile), cx.seqlens(tile)
             if const_expr(not c.joined):
                 q, kv = _first(cx, q, kv, tile)
             for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
                 n_block = blocks.hi - 1 - i
                 free = kv.acquire_and_advance()
-                _load_v(cx, free, tile, n_block)
-                _load_k(cx, free, tile, n_block - 1)
+                _load_v(cx, free, tile, at, n_block)
+                _load_k(cx, free, tile, at, n_block - 1)
             sched = sched.next()
             after = sched.tile()
             if const_expr(c.joined):
                 if after.valid:
                     q = _load_q(cx, q, after)
                 free = kv.acquire_and_advance()
-                _load_v(cx, free, tile, blocks.lo)
+                _load_v(cx, free, tile, at, blocks.lo)
                 # After the last tile nobody looks at the K of this slot, but it has to come.
                 source, n_block = _either(after, cx.kv_blocks(after).hi - 1, tile, blocks.lo)
-                _load_k(cx, free, source, n_block)
+                _load_k(cx, free, source, cx.seqlens(source), n_block)
             else:
                 free = kv.acquire_and_advance(tx_bytes=c.smem.bytes("sV"))
-                _load_v(cx, free, tile, blocks.lo)
+                _load_v(cx, free, tile, at, blocks.lo)
             tile = after
         # Leaving while copies into this CTA's memory are on their way is an error, so wait for
         # every slot to come back.

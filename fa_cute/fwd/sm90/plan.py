@@ -41,7 +41,8 @@ from ...plan import (
     WarpPlan,
     verify,
 )
-from ..args import ELEMENT_BYTES
+from ...sched.varlen import Work
+from ..args import ELEMENT_BYTES, FwdSpec
 
 TEAM_ROWS = 64  # query rows of a warpgroup: one wgmma
 TEAM_THREADS = 128
@@ -81,6 +82,10 @@ class FwdConfig:
     # The number of a team's barrier is computed at the barrier, not kept in a register over the
     # loops: one register less where they are full.
     late_ids: bool = False
+
+    def work(self, spec: FwdSpec) -> Work:
+        """How sequences of a varlen call are cut into tiles."""
+        return Work("q", self.tile_m, self.tile_n, spec.kv_bytes_per_row, descending=True)
 
     def __post_init__(self) -> None:
         for what, d in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
