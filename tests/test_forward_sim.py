@@ -187,6 +187,23 @@ def test_growing_maxima_rescale():
         tolerance.assert_close_to_reference(out, lse, q, scaled, v, 1.0)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e12])
+def test_huge_scores_leave_one_key(size, causal):
+    """Where a product of score and scale has a last place of thousands. Scores of both signs."""
+    q, k, v = qkv((140, 300), (1, 1), 64, torch.bfloat16)
+    q = q * size
+    for keys in (k * size, k.abs() * size, k.abs() * -size):
+        queries = q if keys.min() < 0 < keys.max() else q.abs()
+        out, lse = flash_attn_func(queries, keys, v, causal=causal, return_lse=True, backend="sim")
+        tensors = (t.double() for t in (queries, keys, v))
+        want_out, want_lse = flash_attn_func(
+            *tensors, causal=causal, return_lse=True, backend="reference"
+        )
+        torch.testing.assert_close(out.double(), want_out, rtol=0, atol=0)
+        torch.testing.assert_close(lse, want_lse.float(), rtol=1e-6, atol=0)
+
+
 def test_a_nan_in_a_key_reaches_out_and_lse():
     q, k, v = qkv((20, 130), (1, 1), 64, torch.bfloat16)
     k[0, 70, 0, 5] = float("nan")  # its exponential is one of those by polynomial

@@ -10,7 +10,9 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 from . import ptx
 from .score import LN_2, LOG2_E
@@ -18,6 +20,8 @@ from .score import LN_2, LOG2_E
 # A factor of exactly 0 would make 0 * -inf = NaN of a masked score; this one leaves finite scores
 # 0.
 MIN_SCALE_LOG2 = 2.0**-120
+HUGE = 2.0**27  # log2 units; below, the last place is 2**3, and 2**4 no problem for P in fp16
+MANTISSA = 0x7FFFFF
 LARGEST_TOTAL = 2.0**100  # no sum of exponentials gets there
 
 
@@ -53,12 +57,28 @@ def row_sum(x: cute.Tensor, init) -> Float32:
 
 @cute.jit
 def subtract_max(x: cute.Tensor, scale_log2: Float32, maximum: Float32):
-    """Replace every register of `x` by ``x * scale_log2 - maximum * scale_log2``."""
+    """Replace every register of `x` by ``x * scale_log2 - maximum * scale_log2``.
+
+    The second product is rounded, so the largest exponential is ``2**r`` instead of 1, with r up to
+    half a unit of its last place. Sums consist of the same factor, unless it overflows: beyond HUGE
+    scores are multiplied by the next power of two instead, which rounds nothing. There the fp32
+    scores of two keys are equal, or their exponentials differ so much that only the larger counts.
+    """
+    steep = next_power_of_two(scale_log2)
     offset = -(maximum * scale_log2)
+    huge = cutlass.max(offset, -offset) > HUGE
+    scale = cutlass.select_(huge, steep, scale_log2)
+    offset = cutlass.select_(huge, -(maximum * steep), offset)
     for i in cutlass.range(0, cute.size(x.shape), 2, unroll_full=True):
         x[i], x[i + 1] = cute.arch.fma_packed_f32x2(
-            (x[i], x[i + 1]), (scale_log2, scale_log2), (offset, offset)
+            (x[i], x[i + 1]), (scale, scale), (offset, offset)
         )
+
+
+def next_power_of_two(x: Float32) -> Float32:
+    """The least power of two that is not less than a positive normal `x`."""
+    bits = Int32(llvm.bitcast(T.i32(), x.ir_value())) + MANTISSA & ~MANTISSA
+    return Float32(llvm.bitcast(T.f32(), bits.ir_value()))
 
 
 def finite_max(maximum: Float32) -> Float32:
