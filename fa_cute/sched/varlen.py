@@ -10,15 +10,16 @@ first and writes into a workspace of int32:
     owners    for kernels that go over all rows: the sequence of each tile of queries, of keys
 
 Order: sequences by descending length (in blocks that a tile visits, `CLASSES` of them; equal ones
-in the order of the batch), a sequence's tiles together, since they share K and V. Where the heads
-of the longest sequence do not fit in L2 at once, sequences are done in sections of heads; an entry
-stands for all heads of a section, which are the fastest index.
+in the order of the batch), a sequence's tiles together, since they share K and V. Where what the
+heads of the longest sequence read does not fit in L2 at once, sequences are done in sections of
+heads; an entry stands for all heads of a section, which are the fastest index.
 
 Where a fixed set of CTAs gets the tiles in turn, every other round backwards (`Varlen`), entries
 are sorted once more, longest first, within chunks that fill whole pairs of rounds: then all CTAs
 have the same amount of work after each chunk, and what runs together still shares K and V.
 
-Tile i costs two loads, the entry and the record of its sequence, whatever the batch is.
+Tile i costs three loads, whatever the batch is: the header, which stays in L1, the entry, and the
+record of its sequence. Only the first role of a CTA that asks waits for L2.
 """
 
 from __future__ import annotations
@@ -75,8 +76,13 @@ class Work:
         ends = [self.visited(mask, block, len_q, len_k) for block in (0, tiles - 1)]
         return hi(ends[0], ends[1]) * lo(tiles, 1)
 
+    def seen(self, mask: Band, longest: Any) -> Any:
+        """Rows of the other side that a tile reads at most, of ``longest`` that there are."""
+        return mask.most_keys(self.tile_q if self.owner == "q" else self.tile_k, longest)
+
     def section(self, longest: Any, units: Any, heads_per_unit: Any) -> Any:
-        """Heads of a section: all, or a power of two of units that divides them and fits in L2.
+        """Heads of a section: all, or a power of two of units that divides them and fits in L2;
+        ``longest`` are the rows that a tile reads.
 
         A unit is what shares the rows of the other side: the query heads of a kv head (forward),
         one query head (backward).
@@ -188,7 +194,8 @@ def lists(
     shift = shift_of(most)
     ranked = sorted(range(len(lengths)), key=lambda s: (most - blocks[s]) >> shift)  # stable
     longest = max(n[3 if work.owner == "q" else 1] for n in lengths)
-    width = work.section(longest, heads // heads_per_unit, heads_per_unit)
+    seen = work.seen(mask, longest)
+    width = work.section(seen, heads // heads_per_unit, heads_per_unit)
     entries = []
     for s in ranked:
         _, len_q, _, len_k = lengths[s]

@@ -139,7 +139,8 @@ class Prepare:
         shift = shift_of(most)
         self.rank(a, sums, places, most, shift)
         units = a.heads // a.heads_per_unit
-        width = self.work.section(longest, units, a.heads_per_unit)
+        seen = self.work.seen(a.mask, longest)
+        width = self.work.section(seen, units, a.heads_per_unit)
         alike = most <= 1  # every tile visits one block or none: not worth sorting
         num_entries = self.entries(a, sums, width, alike)
         if const_expr(a.sms is not None):

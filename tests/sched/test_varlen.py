@@ -175,8 +175,10 @@ def test_heads_of_a_section_fit_in_l2() -> None:
         (34, 7, 1, 7),
         (16384, 7, 1, 1),
     ):
-        assert work.section(longest, heads // per, per) == want
+        assert work.section(work.seen(Band(right=0), longest), heads // per, per) == want
         assert heads % want == 0
+    window = work.seen(Band(left=1024, right=0), 16384)
+    assert window == 1024 + 128 and work.section(window, 32, 1) == 32
 
 
 def test_classes_keep_the_order_of_very_long_sequences() -> None:
