@@ -22,6 +22,8 @@ def run(monkeypatch, tmp_path):
     """Run ``main()`` of an example as from the command line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", "early")  # what an example sets goes away again
+    monkeypatch.setenv("FA_CUTE_ARCH", "")
+    monkeypatch.delenv("FA_CUTE_ARCH")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     deterministic = torch.are_deterministic_algorithms_enabled()
 
@@ -59,6 +61,10 @@ def test_tiny_gpt(run):
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
     theirs = run("tiny_gpt", "--steps", "4", "--context", "24", "--backend", "reference")
     assert losses == pytest.approx(theirs, rel=0.02)
+
+
+def test_packed_documents(run):
+    assert run("packed_documents", "--lengths", "70", "0", "131")
 
 
 def test_rl_step(run):
