@@ -88,6 +88,10 @@ def numbers() -> list[Job]:
         jobs.append(Job(f"repeat {dims}", (*PY, "-m", "tests.gpu.bwd", "repeat", dims), 240))
         small = (*PY, "-m", "tests.gpu.bwd", "small", dims)
         jobs.append(Job(f"memcheck {dims}", (*checker, *small), 240))
+    for dims in ("64", "128", "192,128", "256"):
+        numbers_of = (*PY, "-m", "tests.gpu.varlen", "numbers", dims)
+        jobs.append(Job(f"varlen {dims}", numbers_of, 240))
+    jobs.append(Job("repeat varlen", (*PY, "-m", "tests.gpu.varlen", "repeat"), 240))
     jobs.append(Job("operators", (*PY, "-m", "tests.gpu.front"), 200))
     jobs.append(Job("memory", (*PY, "-m", "tests.gpu.memory"), 150))
     return jobs
@@ -98,7 +102,10 @@ def alone(phase: str, commit: str) -> list[Job]:
     attention = (*PY, "-m", "benchmarks.attention")
     rows = ("--rounds", "5", "--patience", "90", "--commit", commit, "--out", "{out}")
     return {
-        "speed": [Job("speed", (*attention, *rows), 280)],
+        "speed": [
+            Job("speed", (*attention, *rows), 280),
+            Job("speed of varlen", (*PY, "-m", "tests.gpu.varlen", "speed"), 280),
+        ],
         "host": [Job("host", (*attention, "--host"), 60)],
         "counters": [Job("counters", (*PY, "-m", "benchmarks.binds", "--out", "{out}"), 240)],
     }[phase]
