@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fa_cute
-from fa_cute import flash_attn_varlen_func, operators_varlen, ops
+from fa_cute import compile, flash_attn_varlen_func, operators_varlen, ops
 
 OPS = torch.ops.fa_cute
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
@@ -188,3 +188,63 @@ def test_schemas_are_the_documented_ones():
     for schema in operators_varlen.SCHEMAS:
         name = schema.partition("(")[0]
         assert f"fa_cute::{name}" in str(getattr(OPS, name).default._schema)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """With kernels, simulated."""
+    pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+    monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+
+
+WITH_KERNELS = {"backend": "auto", "causal": False}
+
+
+def test_opcheck_of_kernels(on_hopper):
+    q, k, v = leaves(dtype=torch.bfloat16, dim=64)
+    torch.library.opcheck(OPS.varlen_fwd, (q, k, v, CU, CU))
+    out, lse = (t.detach() for t in public(q, k, v, CU, **WITH_KERNELS))
+    saved = (torch.ones_like(out), *(t.detach() for t in (q, k, v)), out, lse)
+    torch.library.opcheck(OPS.varlen_bwd, (*saved, torch.ones_like(lse), CU, CU))
+
+
+def test_kernels_compiled_equal_eager(on_hopper):
+    """Whatever the lengths are, by the same two kernels."""
+    compile.clear()
+
+    def attend(q, k, v, cu, most):
+        return public(q, k, v, cu, most, **WITH_KERNELS)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for cu, most in (((0, 3, 3, 8), 5), ((0, 70), torch.tensor(70)), ((0, 9, 30), None)):
+        cu = torch.tensor(cu, dtype=torch.int32)
+        tensors = leaves(int(cu[-1]), torch.bfloat16, 64)
+        eager = gradients(*attend(*tensors, cu, most), tensors)
+        again = gradients(*attend(*tensors, cu, most), tensors)
+        assert same_bits(eager, again) and all(t.isfinite().all() for t in eager)
+        assert same_bits(gradients(*compiled(*tensors, cu, most), tensors), eager)
+    assert len(compile._memory) == 2, "a forward and a backward"
+
+
+def test_rows_of_no_sequence(on_hopper):
+    """They are 0, -inf and without gradient, and NaN in them reaches nobody."""
+    q, k, v = leaves(80, torch.bfloat16, 64)
+    cu, apart = torch.tensor([4, 30, 70], dtype=torch.int32), torch.ones(80, dtype=torch.bool)
+    apart[4:70] = False
+    want = gradients(*public(q, k, v, cu, **WITH_KERNELS), (q, k, v))
+    with torch.no_grad():
+        for t in (q, k, v):
+            t[apart] = math.nan
+    out, lse, *grads = gradients(*public(q, k, v, cu, **WITH_KERNELS), (q, k, v))
+    assert same_bits((out, lse, *grads), want)
+    assert all((t[apart] == 0).all() for t in (out, *grads)) and (lse[:, apart] == -math.inf).all()
+
+
+def test_padded_batch_on_kernels(on_hopper):
+    q, k, v = (t.unflatten(0, (3, 3)) for t in leaves(9, torch.bfloat16, 64, False))
+    how = {"seqused_q": USED // 2, "seqused_k": USED // 2, "return_lse": True}
+    out, lse = flash_attn_varlen_func(q, k, v, **how)
+    want, want_lse = flash_attn_varlen_func(q, k, v, **how, **REFERENCE)
+    torch.testing.assert_close(out, want, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
