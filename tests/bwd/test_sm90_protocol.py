@@ -33,6 +33,8 @@ KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
 VARIANTS = (
     *TILES,
     *({**row, **UNORDERED[row["head_dim"]]} for row in TILES if row["head_dim"] in UNORDERED),
+    {**KEYS_ROW, **UNORDERED[128], "late_do": True, "few_fences": True},
+    {**KEYS_ROW, **UNORDERED[128], "dq_direct": True, "q_stages": 3, "do_stages": 3},
     {**KEYS_ROW, "schedule": "lockstep"},
     {**KEYS_ROW, "schedule": "lagged", "ds_stages": 3},
 )
@@ -81,7 +83,11 @@ class Warpgroup:
 
     def scores(self, m: int) -> list[Event]:
         q, do, _ = self.slots(m)
-        both = [wait("load_q"), wait("load_do"), read("sK"), read("sQ", q), read("sV")]
+        first = [read("sK"), read("sQ", q)]
+        if self.cfg.late_do:
+            both = [wait("load_q"), *first, wait("load_do"), read("sV")]
+        else:
+            both = [wait("load_q"), wait("load_do"), *first, read("sV")]
         return [*both, read("sdO", do), read("sLse", q)]
 
     def lagged(self, steps: int) -> list[Event]:

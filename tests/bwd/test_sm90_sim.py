@@ -3,12 +3,13 @@ of events, only a few CTAs at a time, and bit by bit where it promises that."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from fa_cute import arch, launch, ops, reference
+from fa_cute import arch, launch, ops, reference, tune
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import plan
 from fa_cute.problem import AttnProblem
@@ -210,6 +211,26 @@ def test_a_backward_that_reads_too_little_dq_is_caught():
     case.dout = right
     exact = reference.gradients(right, case.q, case.k, case.v, dlse=case.dlse)
     assert tolerance.worst(got[0], exact[0]) > 0.01
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"late_do": True, "few_fences": True},
+        {"few_fences": True, "dq_direct": True, "q_stages": 3, "do_stages": 3},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_variants_that_no_row_has_yet(change, monkeypatch):
+    """They wait to be timed. One CTA a head: nothing adds to dQ in another order."""
+    spec = BwdSpec("bf16", 128, 128, True)
+    case, row = Case(spec, 200, 120), plan.config(spec)
+    first = case.run()
+    monkeypatch.setattr(tune, "backward", lambda *_: dataclasses.replace(row, **change))
+    for a, b in zip(first, case.run(), strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", "late")
+    case.check()
 
 
 def test_more_batches_than_a_grid_has_in_its_later_dimensions(monkeypatch):

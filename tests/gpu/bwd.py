@@ -258,10 +258,12 @@ def speed(dims):
 
 # what is tried beside the table's row
 LAG = {"schedule": "lagged", "ds_stages": 3}
+STEPS = [{"few_fences": True}, {"late_do": True}, {"few_fences": True, "late_do": True}]
+DIRECT = {"dq_direct": True, "q_stages": 3, "do_stages": 3}  # only without an order
 VARIANTS = {
-    "64": [{"schedule": "lockstep", "ds_stages": 2}],
-    "96": [LAG],
-    "128": [LAG],
+    "64": [*STEPS, {"schedule": "lockstep", "ds_stages": 2}],
+    "96": [{**LAG, **step} for step in STEPS],
+    "128": [LAG, *({**LAG, **step} for step in STEPS), {**LAG, **STEPS[0], **DIRECT}],
 }
 
 
@@ -276,7 +278,8 @@ def variants(dims):
         runs = {"ours": Backward(spec)}
         for change in () if det and d == "256" else VARIANTS.get(d, ()):
             if det:
-                change = {**change, "dq_direct": False}
+                change = {**change, "dq_direct": False, "q_stages": base.q_stages}
+                change["do_stages"] = base.do_stages
             name = ",".join(f"{k}={v}" for k, v in change.items())
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
         rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]

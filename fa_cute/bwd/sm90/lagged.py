@@ -55,29 +55,43 @@ class Lagged:
         k.wait()
         v.wait()
         q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-        self.step(cx, parts, (dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))
+        S = self.scores(cx, parts, q_full)
+        self.step(cx, parts, (S, dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo + 1)[span]
             for m_block in cutlass.range(start, end, unroll=1):
-                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+                q_full = q.wait_and_advance()
+                if const_expr(cx.cfg.late_do):
+                    S = self.scores(cx, parts, q_full)
+                    do_full = do.wait_and_advance()
+                else:
+                    do_full = do.wait_and_advance()
+                    S = self.scores(cx, parts, q_full)
                 at = (m_block, q_full, do_full)
-                self.step(cx, parts, (dK, dV), at, lane, (False, masked))
+                self.step(cx, parts, (S, dK, dV), at, lane, (False, masked))
         dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
         warpgroup.wait_group(0)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
         self.epilogue.write(cx.anew(), ((DV, dV), (DK, dK)), lane, thread)
 
+    def scores(self, cx: BwdCtx, parts: Parts, q_full) -> cute.Tensor:
+        """S = K Q^T issued; its registers."""
+        S = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
+        gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
+        return S
+
     @cute.jit
     def step(self, cx: BwdCtx, parts: Parts, accs, at, lane: Lane, kind: cutlass.Constexpr):
-        """One query block, and dQ of the one before; nothing is in flight between steps.
+        """One query block whose S is issued, and dQ of the one before; nothing is in flight between
+        steps.
 
         ``kind``: (whether it is the first block, whether it needs the element mask).
         """
-        c, (dK, dV), (first, masked) = cx.cfg, accs, kind
+        c, (S, dK, dV), (first, masked) = cx.cfg, accs, kind
         m_block, q_full, do_full = at
-        S, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
-        gemm(cx.mmas.sdp, S, parts.tSrK, parts.tSrQ[None, None, None, q_full.index], False)
-        gemm(cx.mmas.sdp, dP, parts.tdPrV, parts.tdPrdO[None, None, None, do_full.index], False)
+        fences = not c.few_fences
+        dP, tdPrdO = accumulator(cx.mmas.sdp, c.tile_n, c.tile_m), parts.tdPrdO
+        gemm(cx.mmas.sdp, dP, parts.tdPrV, tdPrdO[None, None, None, do_full.index], False, fences)
         if const_expr(not c.late_stats):
             lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
         warpgroup.wait_group(1)  # S
@@ -95,8 +109,10 @@ class Lagged:
 
         if const_expr(not first):
             dQ = self.query_gradient(cx, parts, m_block - 1, lane)
-        gemm(cx.mmas.dv, dV, rP, parts.tdVrdO[None, None, None, do_full.index], not first)
-        gemm(cx.mmas.dk, dK, rdS, parts.tdKrQ[None, None, None, q_full.index], not first)
+        tdVrdO, tdKrQ = parts.tdVrdO, parts.tdKrQ
+        at_first = first or fences
+        gemm(cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index], not first, at_first)
+        gemm(cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index], not first, fences)
         if const_expr(not first):
             warpgroup.wait_group(2)  # dQ
         signal_ds(cx, lane.wg, m_block)

@@ -43,6 +43,8 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
+    late_do: dO is waited for when S has been issued ("lagged").
+    few_fences: one wgmma fence for products that are issued one after the other ("lagged").
     late_stats: row statistics are loaded after the products that they wait with: fewer registers.
     schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
     """
@@ -56,6 +58,8 @@ class BwdSm90Config:
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
+    late_do: bool = False
+    few_fences: bool = False
     late_stats: bool = False
     schedule: str = "lagged"
     scheduler: str = "single"

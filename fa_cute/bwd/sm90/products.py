@@ -40,13 +40,14 @@ class Lane:
         return self.t % 4 * 2
 
 
-def gemm(
-    tiled: cute.TiledMma, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate
-) -> None:
-    """Issue ``acc (+)= A B`` as one wgmma group; ``accumulate`` may be dynamic."""
+def gemm(tiled: cute.TiledMma, acc: cute.Tensor, tA, tB, accumulate, fence: bool = True) -> None:
+    """Issue ``acc (+)= A B`` as one wgmma group; ``accumulate`` may be dynamic. ``fence``: unless
+    nobody touched its registers since the one of a product issued before.
+    """
     atom = cute.make_mma_atom(tiled.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    warpgroup.fence()
+    if fence:
+        warpgroup.fence()
     for k in range(cute.size(tA.shape[2])):
         cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
