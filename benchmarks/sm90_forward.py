@@ -93,7 +93,19 @@ def shapes():
     )
 
 
-SETS = {"shapes": shapes}
+def causal_1k():
+    """Head dim 128, causal, 1024 queries: tiles of 128 rows divide them, tiles of 192 do not."""
+    base = {"early_pass": 0, "causal": True, "seqlens": (1024, 2048)}
+    two = base | {"teams": 2}
+    yield variant(128, scheduler="snake", teams=3, tile_n=80, kv_stages=3, **base)
+    yield variant(128, scheduler="snake", **two)
+    yield variant(128, scheduler="lpt_persistent", **two)
+    yield variant(128, scheduler="snake", scores_first=True, **two)
+    yield variant(128, scheduler="snake", tile_n=80, kv_stages=4, **two)
+    yield variant(128, scheduler="snake", tile_n=96, kv_stages=3, **two)
+
+
+SETS = {"shapes": shapes, "causal_1k": causal_1k}
 
 
 def check(fn, spec, shape) -> dict:

@@ -36,7 +36,10 @@ RATIO_AT_RUN_TIME = ("sm90", "sm100")  # one kernel for MHA, GQA and MQA
 # What kernels do beyond full and causal attention of dense batches with a softmax_scale that is not
 # negative. A kernel that learns something says so in its line.
 WINDOW, VARLEN, NEGATIVE_SCALE = "window_size", "variable lengths", "negative softmax_scale"
-FORWARD_DOES = {"sm90": (WINDOW, VARLEN), "sm100": (WINDOW, VARLEN, NEGATIVE_SCALE)}
+FORWARD_DOES = {
+    "sm90": (WINDOW, VARLEN, NEGATIVE_SCALE),
+    "sm100": (WINDOW, VARLEN, NEGATIVE_SCALE),
+}
 BACKWARD_DOES = {"sm90": (WINDOW, VARLEN, NEGATIVE_SCALE), "sm100": (NEGATIVE_SCALE,)}
 STATIC_SIGN = ("sm90",)  # the forward is another kernel where the scale is negative
 

@@ -8,11 +8,18 @@ from fa_cute import cli_kernels, tune
 
 pytest.importorskip("cutlass", reason="the kernel is compiled by NVIDIA's CuTe DSL")
 REQUESTS = cli_kernels.requests(kinds=("forward",), dtypes=tune.DTYPES)
+WINDOWS = cli_kernels.requests(
+    kinds=("forward",), dtypes=("bf16",), windows=((True, False), (True, True))
+)
 # What the system takes of each CTA's shared memory: in a cubin's static size, not in the limit.
 SYSTEM_SMEM = 1024
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=[f"{r.label}-{r.spec.dtype}" for r in REQUESTS])
+@pytest.mark.parametrize(
+    "request_",
+    [*REQUESTS, *WINDOWS],
+    ids=[f"{r.label}-{r.spec.dtype}" for r in (*REQUESTS, *WINDOWS)],
+)
 def test_row_compiles_and_assembles_without_spills(request_):
     (_, usage), *_ = cli_kernels.parts(request_)
     warps, smem = request_.cfg.warps, request_.cfg.smem

@@ -64,6 +64,27 @@ def test_same_bits_in_every_schedule(causal, monkeypatch):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), schedule
 
 
+@pytest.mark.parametrize("scale", [-0.3, -3.0, 0.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scales_that_are_not_positive(scale, causal):
+    q, k, v = inputs((140, 260), (2, 1), (64, 64), BF16)
+    out, lse = flash_attn_func(q, k, v, scale, causal, return_lse=True, backend="sim")
+    tolerance.assert_close_to_reference(out, lse, q, k, v, scale, causal=causal)
+
+
+def test_a_negative_scale_and_growing_scores():
+    # Scores of the block that comes last exceed what those before left as reference.
+    q, k, v = inputs((200, 256), (1, 1), (64, 64), BF16)
+    q.abs_()
+    k = -k.abs()
+    k[:, :16] *= 8
+    out, lse = flash_attn_func(q, k, v, -1.0, return_lse=True, backend="sim")
+    error = tolerance.measure(out, lse, q, k, v, -1.0)
+    # fp32 carries an LSE of some hundreds only to four digits behind the point.
+    assert error.out <= error.bar
+    assert error.lse <= tolerance.LSE_ATOL + 2e-7 * lse.abs().max().item(), str(error)
+
+
 def test_rows_without_keys_are_zero_whatever_v_holds():
     q, k, v = inputs((200, 100), (1, 1), (64, 64), BF16)
     v[0, 0, 0, 3], v[0, 90, 0, 4] = float("nan"), float("inf")

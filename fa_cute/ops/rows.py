@@ -14,6 +14,9 @@ cancels at the end.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
@@ -96,10 +99,10 @@ def pinned(x, *, loc=None, ip=None):
 
 
 @cute.jit
-def quad_max(x: Float32) -> Float32:
-    """Maximum over the four threads of a row."""
-    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
-    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+def quad_max(x: Float32, scale: Scale) -> Float32:
+    """The product of the largest score over the four threads of a row."""
+    x = scale.larger(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return scale.larger(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
@@ -109,10 +112,29 @@ def quad_sum(x: Float32) -> Float32:
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
+@dataclass(frozen=True)
+class Scale:
+    """The factor from a product q k to log2 units, and what follows from its sign: which of two
+    products is the larger score, and which one stands for no key.
+    """
+
+    log2: Any  # Float32, of that sign
+    negative: bool = False  # known while tracing
+
+    @property
+    def unseen(self) -> Float32:
+        """A product whose score is -inf."""
+        return Float32.inf if self.negative else -Float32.inf
+
+    def larger(self, a: Float32, b: Float32) -> Float32:
+        """The product with the larger score."""
+        return cute.arch.fmin(a, b) if self.negative else cute.arch.fmax(a, b)
+
+
 @cute.jit
-def mask(acc: cute.Tensor, limits, first_column):
-    """-inf outside columns [lo, hi) = ``limits[h]`` of each row h; ``first_column`` is the one of
-    register 0.
+def mask(acc: cute.Tensor, limits, first_column, scale: Scale):
+    """No score outside columns [lo, hi) = ``limits[h]`` of each row h; ``first_column`` is the one
+    of register 0.
 
     ``lo`` None: no lower bound.
     """
@@ -128,11 +150,11 @@ def mask(acc: cute.Tensor, limits, first_column):
                 keep = column < end
                 if const_expr(k_lo is not None):
                     keep = keep & (column >= start)
-                acc[r] = acc[r] if keep else -Float32.inf
+                acc[r] = acc[r] if keep else scale.unseen
 
 
 @cute.jit
-def exponentials(acc: cute.Tensor, p: cute.Tensor, scale_log2, reference, dtype):
+def exponentials(acc: cute.Tensor, p: cute.Tensor, scale: Scale, reference, dtype):
     """P = exp2(S * scale - reference) in 16 bits; returns this thread's sums of the two rows.
 
     ``p``: the left operand's registers as Int32 pairs.
@@ -141,24 +163,24 @@ def exponentials(acc: cute.Tensor, p: cute.Tensor, scale_log2, reference, dtype)
     sums = [None, None]
     for r in cutlass.range_constexpr(cute.size(acc.shape) // 2):
         h = const_expr(r % 2)
-        low = ptx.ex2_ftz(fma(acc[2 * r], scale_log2, minus[h]))
-        high = ptx.ex2_ftz(fma(acc[2 * r + 1], scale_log2, minus[h]))
+        low = ptx.ex2_ftz(fma(acc[2 * r], scale.log2, minus[h]))
+        high = ptx.ex2_ftz(fma(acc[2 * r + 1], scale.log2, minus[h]))
         sums[h] = (low + high) if const_expr(sums[h] is None) else sums[h] + low + high
         p[r] = pack(low, high, dtype)
     return sums[0], sums[1]
 
 
 @cute.jit
-def maxima(acc: cute.Tensor):
-    """Row maxima over a block, the same in all four threads of a row."""
+def maxima(acc: cute.Tensor, scale: Scale):
+    """Products of the rows' largest scores in a block, the same in all four threads of a row."""
     n = const_expr(cute.size(acc.shape) // (2 * ROWS))
     found = []
     for h in cutlass.range_constexpr(ROWS):
         even, odd = acc[2 * h], acc[2 * h + 1]
         for j in cutlass.range_constexpr(1, n):
-            even = cute.arch.fmax(even, acc[4 * j + 2 * h])
-            odd = cute.arch.fmax(odd, acc[4 * j + 2 * h + 1])
-        found.append(quad_max(cute.arch.fmax(even, odd)))
+            even = scale.larger(even, acc[4 * j + 2 * h])
+            odd = scale.larger(odd, acc[4 * j + 2 * h + 1])
+        found.append(quad_max(scale.larger(even, odd), scale))
     return found[0], found[1]
 
 
@@ -169,25 +191,25 @@ def finite(reference: Float32) -> Float32:
 
 
 @cute.jit
-def begin(acc: cute.Tensor, p: cute.Tensor, scale_log2, dtype):
+def begin(acc: cute.Tensor, p: cute.Tensor, scale: Scale, dtype):
     """First block of the rows: P, and the state (references, sums) of the rows.
 
     A row that sees no key of the block has reference -inf and sum 0.
     """
-    m = maxima(acc)
-    ref = (m[0] * scale_log2, m[1] * scale_log2)
-    sums = exponentials(acc, p, scale_log2, (finite(ref[0]), finite(ref[1])), dtype)
+    m = maxima(acc, scale)
+    ref = (m[0] * scale.log2, m[1] * scale.log2)
+    sums = exponentials(acc, p, scale, (finite(ref[0]), finite(ref[1])), dtype)
     return ref[0], ref[1], sums[0], sums[1]
 
 
 @cute.jit
-def restart(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, ref, sums, dtype):
+def restart(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale: Scale, ref, sums, dtype):
     """P with the running maximum as new reference; O and the old sums are rescaled to it."""
-    m = maxima(acc)
-    new = [cute.arch.fmax(ref[h], m[h] * scale_log2) for h in range(ROWS)]
+    m = maxima(acc, scale)
+    new = [cute.arch.fmax(ref[h], m[h] * scale.log2) for h in range(ROWS)]
     safe = [finite(new[0]), finite(new[1])]
     factor = [ptx.ex2_ftz(ref[h] - safe[h]) for h in range(ROWS)]
-    part = exponentials(acc, p, scale_log2, safe, dtype)
+    part = exponentials(acc, p, scale, safe, dtype)
     for j in cutlass.range_constexpr(cute.size(o.shape) // (2 * ROWS)):
         for h in cutlass.range_constexpr(ROWS):
             for i in cutlass.range_constexpr(2):
@@ -196,13 +218,13 @@ def restart(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, ref, s
 
 
 @cute.jit
-def extend(acc: cute.Tensor, p: cute.Tensor, scale_log2, state, dtype):
+def extend(acc: cute.Tensor, p: cute.Tensor, scale: Scale, state, dtype):
     """P of a further block by the references that the rows have; returns the sums of this block."""
-    return exponentials(acc, p, scale_log2, (state[0], state[1]), dtype)
+    return exponentials(acc, p, scale, (state[0], state[1]), dtype)
 
 
 @cute.jit
-def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, part, dtype):
+def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale: Scale, state, part, dtype):
     """Take what `extend` made, or `restart` where a sum is too large; returns the new state.
 
     Only the latter touches O. The choice is a warp's: every lane keeps its references, or none.
@@ -214,7 +236,7 @@ def accept(acc: cute.Tensor, p: cute.Tensor, o: cute.Tensor, scale_log2, state, 
         sum1 = sum1 + part[1]
     else:
         warpgroup.wait_group(0)  # a product with O may still be in flight
-        ref0, ref1, sum0, sum1 = restart(acc, p, o, scale_log2, (ref0, ref1), (sum0, sum1), dtype)
+        ref0, ref1, sum0, sum1 = restart(acc, p, o, scale, (ref0, ref1), (sum0, sum1), dtype)
     return ref0, ref1, sum0, sum1
 
 

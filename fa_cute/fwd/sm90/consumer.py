@@ -114,7 +114,7 @@ def _mask(cx: FwdCtx, t: Team, tile, n_block):
     row = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
     at = cx.seqlens(tile)
     limits = [cx.mask.k_limits(row + 8 * h, at.q, at.k) for h in range(rows.ROWS)]
-    rows.mask(t.S, limits, n_block * cx.cfg.tile_n + 2 * (thread % rows.QUAD))
+    rows.mask(t.S, limits, n_block * cx.cfg.tile_n + 2 * (thread % rows.QUAD), cx.scale)
 
 
 @cute.jit
@@ -236,7 +236,7 @@ class Consumer:
     @cute.jit
     def run(self, cx: FwdCtx):
         c = cx.cfg
-        scale_log2, dtype = cx.args.scale_log2, cx.spec.element
+        scale, dtype = cx.scale, cx.spec.element
         t = _team(cx)
         q, kv = cx.pipes.load_q.make_consumer(), cx.pipes.load_kv.make_consumer()
         q_done = cx.pipes.load_q.make_consumer()  # as q, but where slots are given back
@@ -256,7 +256,7 @@ class Consumer:
             ready = kv.try_wait()  # asked early: the answer takes time
             if cx.needs_mask(blocks, blocks.hi - 1):
                 _mask(cx, t, tile, blocks.hi - 1)
-            ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale_log2, dtype)
+            ref0, ref1, sum0, sum1 = rows.begin(t.S, t.P_pairs, scale, dtype)
             if storing:
                 q_done = _free_q(q_done, t)
             for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
@@ -269,10 +269,8 @@ class Consumer:
                 if cx.needs_mask(blocks, n_block):
                     _mask(cx, t, tile, n_block)
                 state = (ref0, ref1, sum0, sum1)
-                part = rows.extend(t.S, t.P_new, scale_log2, state, dtype)
-                ref0, ref1, sum0, sum1 = rows.accept(
-                    t.S, t.P_new, t.O, scale_log2, state, part, dtype
-                )
+                part = rows.extend(t.S, t.P_new, scale, state, dtype)
+                ref0, ref1, sum0, sum1 = rows.accept(t.S, t.P_new, t.O, scale, state, part, dtype)
                 if const_expr(c.scores_first):
                     # Behind the branch of `accept`, where the compiler cannot pull it before the
                     # exponentials.

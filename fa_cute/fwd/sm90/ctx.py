@@ -14,7 +14,7 @@ from ... import sched
 from ...ops import seqlen
 from ...ops.arith import at_most, hi
 from ...ops.mask import Band, Blocks, kv_blocks, needs_mask
-from ...ops.rows import pinned
+from ...ops.rows import Scale, pinned
 from ..args import FwdSpec
 from .plan import TEAM_ROWS, FwdConfig
 
@@ -36,7 +36,7 @@ class FwdArgs:
     mLSE: cute.Tensor  # (batch, heads, seqlen_q), varlen (heads, total_q)
     qk: cute.TiledMma
     pv: cute.TiledMma
-    scale_log2: Float32
+    scale_log2: Float32  # of the sign that the spec names
     window_left: Int32 | None  # keys seen before the diagonal
     window_right: Int32 | None  # and after it
     qhead_per_kvhead: Int32
@@ -71,6 +71,11 @@ class FwdCtx:
     def mask(self) -> Band:
         """Which keys a query sees."""
         return self.spec.band(self.args.window_left, self.args.window_right)
+
+    @property
+    def scale(self) -> Scale:
+        """From products to scores."""
+        return Scale(self.args.scale_log2, self.spec.negative_scale)
 
     def rows_of(self, tile: sched.Tile, team) -> Int32:
         """First query row of a team."""

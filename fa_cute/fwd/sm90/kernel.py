@@ -34,8 +34,8 @@ class FwdSm90:
 
     A call takes q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k >= 1, heads_kv,
     head_dim or head_dim_v), out like q with head_dim_v, lse (batch, heads, seqlen_q) fp32; varlen:
-    q (total_q, heads, head_dim), k and v (total_k, ...), lse (heads, total_q), a
-    positive scale.
+    q (total_q, heads, head_dim), k and v (total_k, ...), lse (heads, total_q); a
+    scale that is negative or not as the spec says.
     """
 
     def __init__(self, cfg: FwdConfig, spec: FwdSpec):
@@ -84,6 +84,7 @@ class FwdSm90:
         load_v, tV = tma(load, view(mV), layouts.sV, (c.tile_n, c.head_dim_v))
         store = cpasync.CopyBulkTensorTileS2GOp()
         store_o, tO = tma(store, view(mO), layouts.sO, (TEAM_ROWS, c.head_dim_v))
+        scale_log2 = scale_log2_of(softmax_scale)
         args = FwdArgs(
             load_q=load_q,
             load_k=load_k,
@@ -96,7 +97,7 @@ class FwdSm90:
             mLSE=mLSE,
             qk=wgmma.make_mma(dtype, c.tile_n),
             pv=wgmma.make_mma(dtype, c.head_dim_v, a_in_regs=True, b_transposed=True),
-            scale_log2=scale_log2_of(softmax_scale),
+            scale_log2=-scale_log2 if const_expr(self.spec.negative_scale) else scale_log2,
             window_left=window_left,
             window_right=window_right,
             qhead_per_kvhead=ratio,
