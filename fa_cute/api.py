@@ -212,7 +212,7 @@ def flash_attn_varlen_func(
     if not lengths.packed[0]:
         batch, seqlen = q.shape[:2]
         out = out.view(batch, seqlen, *out.shape[1:])
-        lse = lse.view(-1, batch, seqlen).transpose(0, 1)
+        lse = lse.view(lse.shape[0], batch, seqlen).transpose(0, 1)
     return (out, lse) if return_lse else out
 
 

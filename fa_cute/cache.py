@@ -71,17 +71,28 @@ def plain(value):
 
 
 def _class_name(cls: type) -> str:
-    """A class by name; one from outside this package with a hash of the file that it is from."""
-    if cls.__module__.split(".")[0] == __package__:
+    """A class by name; one from outside this package with a hash of the files that it and what it
+    inherits from come from.
+    """
+    outside = [c for c in cls.__mro__[:-1] if c.__module__.split(".")[0] != __package__]
+    if not outside:
         return cls.__qualname__
-    try:
-        source = Path(inspect.getfile(cls)).read_bytes()
-    except (TypeError, OSError) as error:
+    if any("<locals>" in c.__qualname__ for c in outside):
         raise ArgumentError(
-            f"{cls.__qualname__} is part of a kernel and its source cannot be read ({error}): a "
-            "kernel on disk is named after the sources that made it; define the class in a file"
-        ) from error
-    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(source).hexdigest()}"
+            f"{cls.__qualname__} is part of a kernel and made inside a function, whose variables "
+            "no key can know: define the class at the top of a file, what varies as its fields"
+        )
+    digest = hashlib.sha256()
+    for one in outside:
+        try:
+            digest.update(Path(inspect.getfile(one)).read_bytes())
+        except (TypeError, OSError) as error:
+            raise ArgumentError(
+                f"{one.__qualname__} is part of a kernel and its source cannot be read ({error}): "
+                "a kernel on disk is named after the sources that made it; define the class in a "
+                "file"
+            ) from error
+    return f"{cls.__module__}.{cls.__qualname__} {digest.hexdigest()}"
 
 
 @dataclass(frozen=True)

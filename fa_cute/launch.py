@@ -15,10 +15,11 @@ import torch
 from . import compile, tune
 from .arch import Arch
 from .bwd.args import BwdSpec, Sizes, workspace_floats
-from .errors import FaCuteError
+from .errors import FaCuteError, UnsupportedError
 from .plan import show
 from .problem import AttnProblem
 
+MOST_INDEX = 2**31 - 1  # of 32 bits
 NONE = (None,) * len(compile.LENGTHS)  # of the lengths of a varlen call
 _one_machine = threading.RLock()  # a process simulates one machine at a time
 
@@ -73,7 +74,16 @@ def tile_ints(cfg, spec, problem: AttnProblem, units: int) -> int:
     ``units``: what has tiles of its own: kv heads in the forward, query heads in the backward.
     """
     sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, units)
-    return cfg.work(spec).workspace(*sizes).size
+    work = cfg.work(spec)
+    ints = work.workspace(*sizes).size
+    rows = [work.tiles("q", problem.seqlen_q, problem.batch) * work.tile_q]
+    rows.append(work.tiles("k", problem.seqlen_k, problem.batch) * work.tile_k)
+    if max(ints, *rows) > MOST_INDEX:
+        raise UnsupportedError(
+            f"{problem.batch} sequences of {problem.seqlen_q} and {problem.seqlen_k} rows, "
+            f"{problem.heads} heads: kernels count tiles and their rows in 32 bits; call with fewer"
+        )
+    return ints
 
 
 def rest(scale: float, sms: int, window=(None, None), lengths=NONE, tiles=None) -> tuple:

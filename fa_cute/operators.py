@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from . import dispatch
 from .dispatch import _PLAIN, Options, wants_determinism
 from .errors import ArgumentError, UnsupportedError
-from .problem import check_layout, check_tensors, describe, normalise_window
+from .problem import check_filled, check_tensors, describe, normalise_window
 
 OPTIONS = (
     "float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1"
@@ -54,8 +54,8 @@ def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic
 
 def _run_fwd_out(q, k, v, out, lse, *options):
     call = dispatch.call_of(q, k, v, Options(*options))
-    check_like(_results(call, q), out=out, lse=lse)
-    check_layout(out=out)
+    check_like(_results(call, q), q.device, out=out, lse=lse)
+    check_filled(out=out)
     call.forward(q, k, v, out, lse)
 
 
@@ -66,8 +66,8 @@ def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
-    check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
-    check_layout(dq=dq, dk=dk, dv=dv)
+    check_like([(t.shape, t.dtype) for t in (q, k, v)], q.device, dq=dq, dk=dk, dv=dv)
+    check_filled(dq=dq, dk=dk, dv=dv)
     _differentiate((q, k, v, out, lse), dout, dlse, options, (dq, dk, dv))
 
 
@@ -79,9 +79,8 @@ def _differentiate(saved, dout, dlse, options, grads) -> None:
     q, k, v, out, lse = saved
     call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
     of_out, of_lse = _results(call, q)
-    check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
-    if dlse is not None and dlse.shape != lse.shape:
-        raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
+    check_like((of_out, of_lse, of_out), q.device, out=out, lse=lse, dout=dout)
+    check_dlse(dlse, lse)
     call.require_gradient(deterministic)
     call.backward(saved, dout, dlse, deterministic, grads)
 
@@ -93,9 +92,19 @@ def _results(call, q):
     return (out, q.dtype), ((p.batch, p.heads, p.seqlen_q), torch.float32)
 
 
-def check_like(wanted, **given) -> None:
-    """Results and gradients that a caller hands in: shape and dtype, and lse contiguous."""
+def check_dlse(dlse, lse) -> None:
+    """A gradient of lse, if there is one; any dtype and strides."""
+    if dlse is not None and (dlse.shape != lse.shape or dlse.device != lse.device):
+        raise ArgumentError(
+            f"dlse must have the shape and device of lse\n{describe(dlse=dlse, lse=lse)}"
+        )
+
+
+def check_like(wanted, device, **given) -> None:
+    """Results and gradients that a caller hands in: shape, dtype and device, and lse contiguous."""
     for (shape, dtype), (name, t) in zip(wanted, given.items()):
+        if t.device != device:
+            raise ArgumentError(f"{name} must be on the device of q, {device}\n{describe(**given)}")
         if t.shape != shape or t.dtype != dtype:
             kind = str(dtype).removeprefix("torch.")
             raise ArgumentError(f"{name} must be {tuple(shape)} {kind}\n{describe(**given)}")

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch
 from .dispatch import wants_determinism
-from .errors import ArgumentError, UnsupportedError
+from .errors import UnsupportedError
 from .lengths import Lengths
 from .operators import (
     BWD_INPUTS,
@@ -23,6 +23,7 @@ from .operators import (
     OPTIONS,
     below_autograd,
     below_transforms,
+    check_dlse,
     check_like,
     library,
     nobody_watches,
@@ -31,7 +32,7 @@ from .operators import (
     stands_in,
     window_sides,
 )
-from .problem import check_layout, check_tensors, describe
+from .problem import check_filled, check_tensors
 
 _LENGTHS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -70,8 +71,8 @@ def _run_fwd(q, k, v, *args):
 def _run_fwd_out(q, k, v, out, lse, *args):
     lengths, options = _given(args, "auto")
     call = dispatch.call_of(q, k, v, tuple(options), lengths)
-    check_like(_results(call, q), out=out, lse=lse)
-    check_layout(out=out)
+    check_like(_results(call, q), q.device, out=out, lse=lse)
+    check_filled(out=out)
     call.forward(q, k, v, out, lse, lengths)
 
 
@@ -82,8 +83,8 @@ def _run_bwd(dout, q, k, v, out, lse, dlse=None, *args):
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *args):
-    check_like([(t.shape, t.dtype) for t in (q, k, v)], dq=dq, dk=dk, dv=dv)
-    check_layout(dq=dq, dk=dk, dv=dv)
+    check_like([(t.shape, t.dtype) for t in (q, k, v)], q.device, dq=dq, dk=dk, dv=dv)
+    check_filled(dq=dq, dk=dk, dv=dv)
     _differentiate((q, k, v, out, lse), dout, dlse, args, (dq, dk, dv))
 
 
@@ -92,9 +93,8 @@ def _differentiate(saved, dout, dlse, args, grads) -> None:
     q, k, v, out, lse = saved
     call = dispatch.call_of(q, k, v, (*options, backend), lengths)
     of_out, of_lse = _results(call, q)
-    check_like((of_out, of_lse, of_out), out=out, lse=lse, dout=dout)
-    if dlse is not None and dlse.shape != lse.shape:
-        raise ArgumentError(f"dlse must have the shape of lse\n{describe(dlse=dlse, lse=lse)}")
+    check_like((of_out, of_lse, of_out), q.device, out=out, lse=lse, dout=dout)
+    check_dlse(dlse, lse)
     call.require_gradient(deterministic)
     call.backward(saved, dout, dlse, deterministic, grads, lengths)
 

@@ -281,6 +281,17 @@ def check_layout(**tensors) -> None:
         )
 
 
+def check_filled(**tensors) -> None:
+    """The same for tensors that kernels write: also no two elements in one place."""
+    check_layout(**tensors)
+    for name, t in tensors.items():
+        if torch._debug_has_internal_overlap(t) == 1:
+            raise ArgumentError(
+                f"{name}: elements share memory, so they cannot all be written; call .clone()\n"
+                + describe(**tensors)
+            )
+
+
 def as_kernels_read(t):
     """The tensor where kernels can read it, else a packed copy: a gradient has any strides."""
     return t.clone(memory_format=torch.contiguous_format) if _layout_faults("", t) else t

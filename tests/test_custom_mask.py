@@ -137,6 +137,37 @@ def test_a_kernel_on_disk_is_named_after_the_mask_s_source(tmp_path):
     assert names[0] == names[3] and len(set(names)) == 3
 
 
+def test_a_kernel_on_disk_is_named_after_what_its_mask_inherits(tmp_path):
+    """Another file's change makes another kernel; a function's variables are no part of a name."""
+
+    def name(text: str) -> str:
+        path = tmp_path / "a_mask.py"
+        path.write_text(text)
+        kind = type("Heir", (module_of(path, "a_mask").Prefix,), {"__module__": __name__})
+        spec = FwdSpec("bf16", 64, 64, True, custom=kind(prefix=3))
+        return cache.entry("forward", "sim", spec).name
+
+    text = EXAMPLE.read_text()
+    assert name(text) == name(text) != name(text + "\n")
+
+    class Inner(Prefix):
+        pass
+
+    with pytest.raises(ArgumentError, match="made inside a function"):
+        cache.entry("forward", "sim", FwdSpec("bf16", 64, 64, True, custom=Inner(prefix=3)))
+
+
+def test_a_mask_with_more_than_fields_is_an_error():
+    class Hidden(Band):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            object.__setattr__(self, "n", n)
+
+    for kind in (FwdSpec, BwdSpec):
+        with pytest.raises(PlanError, match="keeps n beside its fields"):
+            kind("bf16", 64, 64, False, custom=Hidden(3))
+
+
 def test_a_mask_without_a_file_is_an_error():
     Mine = type("Mine", (Prefix,), {"__module__": "typed_at_a_prompt"})
     with pytest.raises(ArgumentError, match="define the class in a file"):

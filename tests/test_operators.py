@@ -294,6 +294,17 @@ def test_a_profile_shows_the_operators():
     assert {"fa_cute::fwd", "fa_cute::bwd"} <= names
 
 
+def test_results_on_another_device_are_an_error():
+    """The dispatcher asks CUDA's kernel where any tensor is on a GPU; others may be elsewhere."""
+    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    lse, far = torch.zeros(1, 1, 8), {"device": "meta"}
+    for out, of in ((q.to(**far), lse), (q, lse.to(**far))):
+        with pytest.raises(fa_cute.ArgumentError, match="must be on the device of q, cpu"):
+            operators._run_fwd_out(q, q, q, out, of)
+    with pytest.raises(fa_cute.ArgumentError, match="device of lse"):
+        operators._run_bwd(q, q, q, q, q, lse, lse.to(**far))
+
+
 def test_no_operator_is_left_out():
     assert {schema.partition("(")[0] for schema in operators.SCHEMAS} == {
         "fwd",

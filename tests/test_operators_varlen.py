@@ -162,6 +162,9 @@ def test_low_level_pair_fills_what_it_is_given():
         ops.flash_varlen_fwd(q, k, v, **lengths, lse=torch.empty(8, 2), **REFERENCE)
     with pytest.raises(fa_cute.ArgumentError, match="dq must be"):
         ops.flash_varlen_bwd(out, q, k, v, out, lse, **lengths, dq=dq[:3], **REFERENCE)
+    with pytest.raises(fa_cute.ArgumentError, match="out: elements share memory"):
+        one_row = torch.empty(1, *q.shape[1:]).expand(q.shape)
+        ops.flash_varlen_fwd(q, k, v, **lengths, out=one_row, **REFERENCE)
 
 
 def test_gradient_of_one_result_alone():

@@ -4,6 +4,7 @@ refused. In plain torch; the kernels' own tests compare them with the same refer
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ import fa_cute
 from fa_cute import (
     ArgumentError,
     UnsupportedError,
+    arch,
     compile,
     dispatch,
     flash_attn_varlen_func,
+    launch,
     reference,
     tune,
 )
 from fa_cute.lengths import Lengths
+from fa_cute.problem import AttnProblem
 
 HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 16, 8
 REFERENCE = {"backend": "reference"}
@@ -145,6 +149,25 @@ def test_ends_of_the_range(lens_q, lens_k, backend, monkeypatch):
     assert out.shape == q.shape and lse.shape == (2, q.shape[0])
     if not sum(lens_k):
         assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(("batch", "seqlen_q"), [(0, 5), (2, 0)], ids=str)
+def test_empty_padded_batches(batch, seqlen_q):
+    q, k = torch.randn(batch, seqlen_q, 2, 64).bfloat16(), torch.randn(batch, 5, 2, 64).bfloat16()
+    used = torch.full((batch,), 3, dtype=torch.int32)
+    out, lse = flash_attn_varlen_func(q, k, k, seqused_k=used, return_lse=True, **REFERENCE)
+    assert out.shape == q.shape and lse.shape == (batch, 2, seqlen_q)
+
+
+@pytest.mark.parametrize("batch", [2**23, 2**21])
+def test_more_sequences_than_kernels_count(batch):
+    """Rows of all tiles, and the list of tiles, in 32 bits."""
+    target = arch.get("sm_90a")
+    problem = AttnProblem.typical("bf16", (128, 128), varlen=True)
+    problem = replace(problem, batch=batch, seqlen_q=batch, seqlen_k=batch, heads=128, heads_kv=128)
+    spec = tune.forward_spec(problem, target)
+    with pytest.raises(fa_cute.UnsupportedError, match="in 32 bits; call with fewer"):
+        launch.tile_ints(tune.forward(spec, target), spec, problem, problem.heads_kv)
 
 
 def test_max_seqlen_is_not_needed():

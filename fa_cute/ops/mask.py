@@ -7,7 +7,7 @@ KV block (backward) are derived here. Everything is plain arithmetic on ints or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import PlanError
@@ -108,7 +108,15 @@ def check(causal: bool, sides: tuple[bool, bool], custom: Band | None) -> None:
     """Whether the static facts of a spec fit together: ``sides`` as in `limited`."""
     if causal and sides[1]:
         raise PlanError("causal, and a window with a right side: causal is that side, 0")
-    if custom is not None and (any(sides) or causal != (custom.right is not None)):
+    if custom is None:
+        return
+    more = sorted(set(vars(custom)) - {f.name for f in fields(custom)})
+    if more:
+        raise PlanError(
+            f"mask {custom} keeps {', '.join(more)} beside its fields, by which kernels are told "
+            "apart: make its class a frozen dataclass"
+        )
+    if any(sides) or causal != (custom.right is not None):
         raise PlanError(
             f"mask {custom} with causal={causal} and window={sides}: causal must say whether the "
             "mask has a `right`, and there is no window beside it"
