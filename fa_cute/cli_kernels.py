@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 from . import arch as archs
 from . import tune
-from .compile import Request
+from .compile import WINDOWS, Request
 from .errors import ArgumentError, UnsupportedError
 from .plan import show
 
@@ -17,6 +18,7 @@ KINDS = {"fwd": "forward", "bwd": "backward"}
 TABLE_BEGIN = "<!-- support table: make pages -->"
 TABLE_END = "<!-- end of support table -->"
 SPILLS = ("stack", "spill loads", "spill stores")
+PACKED = (True, True, False, False)  # of compile.LENGTHS
 HELPERS = ("Preprocess", "Postprocess", "Prepare")  # kernels that are launched beside a main one
 
 
@@ -30,6 +32,7 @@ def add_commands(commands) -> None:
     plan.add_argument("--causal", action="store_true", help="the causal configuration")
     plan.add_argument("--gqa", type=int, default=1, help="heads / heads_kv of the backward")
     plan.add_argument("--deterministic", action="store_true", help="the repeatable backward")
+    plan.add_argument("--window", choices=tuple(WINDOWS.values()), default="none")
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=run_plan)
 
@@ -41,6 +44,8 @@ def add_commands(commands) -> None:
     regs.add_argument("--pass", dest="kinds", nargs="+", choices=tuple(KINDS.values()))
     regs.add_argument("--gqa", type=int, default=1, help="heads / heads_kv of the backward")
     regs.add_argument("--deterministic", action="store_true", help="the repeatable backward")
+    regs.add_argument("--window", nargs="+", choices=tuple(WINDOWS.values()), default=["none"])
+    regs.add_argument("--varlen", action="store_true", help="sequences packed by cu_seqlens")
     regs.add_argument("--json", action="store_true")
     regs.add_argument(
         "--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two outputs of --json"
@@ -55,6 +60,11 @@ def add_commands(commands) -> None:
     pages.set_defaults(run=run_pages)
 
 
+def sides(names: list[str]) -> tuple[tuple[bool, bool], ...]:
+    """Which sides of the mask have a limit, by their names on the command line."""
+    return tuple(found for found, name in WINDOWS.items() if name in names)
+
+
 def run_plan(args) -> int:
     """Print one kernel's plan."""
     from . import warmup
@@ -62,15 +72,24 @@ def run_plan(args) -> int:
     arch, kind = archs.get(args.arch), KINDS[args.direction]
     dims = (args.head_dim, args.head_dim if args.head_dim_v is None else args.head_dim_v)
     wanted = warmup.Wanted(
-        (dims,), ("bf16",), (args.causal,), (kind,), args.gqa, args.deterministic
+        head_dims=(dims,),
+        dtypes=("bf16",),
+        masks=(args.causal,),
+        kinds=(kind,),
+        gqa=args.gqa,
+        deterministic=args.deterministic,
+        windows=sides([args.window]),
     )
     try:
-        (request,) = warmup.requests(arch, wanted)
+        found = warmup.requests(arch, wanted)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{arch.name} has no {kind} kernel for head_dim {dims[0]} with head_dim_v {dims[1]}; "
             f"implemented: {tune.summary(arch)}"
         ) from error
+    if not found:
+        raise ArgumentError("--causal is the limit on the right, 0; --window left or none with it")
+    (request,) = found
     if args.json:
         print(json.dumps({"kernel": request.label, **show.to_dict(request.cfg)}, indent=2))
     else:
@@ -108,6 +127,8 @@ def run_regs(args) -> int:
         "masks": tuple(mask == "causal" for mask in args.mask),
         "gqa": args.gqa,
         "deterministic": args.deterministic,
+        "windows": sides(args.window),
+        "lengths": PACKED if args.varlen else None,
     }
     found = []
     for request in requests(args.arch, args.head_dim, args.kinds, **wanted):
@@ -187,11 +208,16 @@ def with_table(text: str) -> str:
 def pages() -> dict[str, str]:
     """File name -> text, one page per kernel class."""
     kernels: dict[str, list[Request]] = {}
-    for deterministic in (False, True):
-        for request in requests(dtypes=("bf16",), deterministic=deterministic):
+    told = set()
+    for window, deterministic in product(("none", "left"), (False, True)):
+        wanted = {"windows": sides([window]), "deterministic": deterministic}
+        for request in requests(dtypes=("bf16",), **wanted):
+            if window != "none" and request.cfg in told:
+                continue  # it changes the configuration in few cases
+            told.add(request.cfg)
             if request.kind == "backward" or not deterministic:  # a forward always is
-                direction = request.label.split("-")[1]
-                kernels.setdefault(f"{direction}_{request.arch.family}.md", []).append(request)
+                file = f"{request.label.split('-')[1]}_{request.arch.family}.md"
+                kernels.setdefault(file, []).append(request)
     return {file: page(found) for file, found in kernels.items()}
 
 

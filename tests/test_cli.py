@@ -48,6 +48,14 @@ def test_plan_of_a_backward(capsys):
     assert "dq" in out.lower() and "SHARED MEMORY" in out
 
 
+def test_plan_of_a_window(capsys):
+    argv = ("plan", "sm_90a", "fwd", "--head-dim", "256", "--causal", "--window", "left")
+    code, out, _ = run(capsys, *argv)
+    assert code == cli.OK and "FwdSm90 sm_90a-fwd-d256-causal-window_left" in out
+    code, _, err = run(capsys, *argv[:-1], "right")
+    assert code != cli.OK and "causal" in err
+
+
 def test_unknown_architecture(capsys):
     code, _, err = run(capsys, "plan", "sm_42", "fwd")
     assert code == cli.FOUND and "sm_42" in err and "sm_100a" in err
