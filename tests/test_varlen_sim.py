@@ -46,8 +46,15 @@ CASES = {
         heads=(4, 1),
         causal=True,
     ),
+    "unequal": Case(  # some rows and a whole sequence see no key; O takes Q's place
+        Side((0, 150, 5, 129), before=1),
+        Side((7, 140, 0, 40), after=3),
+        heads=(2, 1),
+        dims=(192, 128),
+        causal=True,
+    ),
 }
-ON = {"sm_90a": ("packed", "used", "padded"), "sm_100a": ("packed", "used", "cache")}
+ON = {"sm_90a": ("packed", "used", "padded"), "sm_100a": ("packed", "used", "cache", "unequal")}
 EVERY = [(arch, name) for arch, names in ON.items() for name in names]
 GRADIENTS = ("sm_90a",)
 
