@@ -114,30 +114,26 @@ class Batch:
             assert (gradient[rest] == 0).all()
 
 
-def spec_of(head_dim, causal=False, ratio=1, det=False, window=(False, False), dtype="bf16"):
-    return BwdSpec(dtype, head_dim, head_dim, causal, ratio, det, window)
+def batch_of(spec, lengths=LENGTHS, used=None, window=(None, None)):
+    """With all four arguments of lengths, so that tests share kernels."""
+    return Batch(spec, lengths, window, used=used or tuple([*x] for x in lengths))
+
+
+GROUPED = BwdSpec("bf16", 64, 64, True, 2, deterministic=True)
+WINDOWED = BwdSpec("fp16", 128, 128, False, 1, deterministic=True, window=(True, True))
+WIDE = BwdSpec("bf16", 256, 256, True, 1, deterministic=True)
+UNORDERED = BwdSpec("bf16", 64, 64, False)
 
 
 @pytest.mark.parametrize(
     ("spec", "window"),
-    [
-        (spec_of(64), (None, None)),
-        (spec_of(64, causal=True, ratio=2, det=True), (None, 0)),
-        (spec_of(128, causal=True, dtype="fp16"), (None, 0)),
-        (spec_of(128, ratio=2, window=(True, True)), (40, 30)),
-        (spec_of(256, causal=True), (None, 0)),
-    ],
-    ids=str,
+    [(GROUPED, (None, 0)), (WINDOWED, (40, 30)), (WIDE, (None, 0))],
+    ids=["64-gqa-causal", "128-window", "256-causal"],
 )
-def test_against_float64(spec, window):
-    batch = Batch(spec, window=window)
-    batch.check(batch.run())
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_each_sequence_has_the_bits_of_a_dense_call(head_dim):
-    batch = Batch(spec_of(head_dim, causal=True, det=True))
+def test_against_float64_and_bits_of_a_dense_call(spec, window):
+    batch = batch_of(spec, window=window)
     grads = batch.run()
+    batch.check(grads)
     for rows_q, rows_k in batch.sequences():
         if 0 in (rows_q.stop - rows_q.start, rows_k.stop - rows_k.start):
             continue
@@ -150,33 +146,27 @@ def test_each_sequence_has_the_bits_of_a_dense_call(head_dim):
 def test_used_lengths():
     """Rows that have room but do not count hold NaN, and their gradients are 0."""
     used = ([0, 33, 1, 0, 200, 0, 64, 0], [3, 0, 0, 0, 129, 260, 100, 0])
-    batch = Batch(spec_of(64, causal=True), used=used)
+    batch = batch_of(UNORDERED, used=used)
     batch.check(batch.run())
 
 
 @pytest.mark.parametrize("lengths", [([0, 0], [0, 0]), ([0, 0], [5, 0]), ([5], [0]), ([300], [7])])
 def test_all_empty_and_one_sequence(lengths):
-    batch = Batch(spec_of(64), lengths)
+    batch = batch_of(UNORDERED, lengths)
     batch.check(batch.run())
 
 
-@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 2), (128, 1)])
-def test_deterministic_bits_under_any_schedule(head_dim, ratio, monkeypatch):
-    lengths = ([130, 0, 300], [300, 10, 200])
-    batch = Batch(spec_of(head_dim, causal=True, ratio=ratio, det=True), lengths)
+@pytest.mark.parametrize(("spec", "window"), [(GROUPED, (None, 0)), (WINDOWED, (250, 100))])
+def test_deterministic_bits_under_any_schedule(spec, window, monkeypatch):
+    """And with few CTAs at a time: nobody waits for one that is launched later."""
+    batch = batch_of(spec, ([130, 0, 300], [300, 10, 200]), window=window)
     first = batch.run()
     for schedule in SCHEDULES:
         monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
         for a, b in zip(first, batch.run(), strict=True):
             assert torch.equal(a, b), schedule
-
-
-@pytest.mark.parametrize("resident", [1, 3])
-def test_no_deadlock_with_few_ctas_at_a_time(resident):
-    lengths = ([130, 0, 300], [300, 10, 400])
-    spec = spec_of(64, ratio=2, det=True, window=(True, True))
-    batch = Batch(spec, lengths, window=(250, 100))
-    with host.session(HOPPER, dsl=False, resident=resident):
-        limited = batch.run()
-    for a, b in zip(limited, batch.run(), strict=True):
-        assert torch.equal(a, b)
+    for resident in (1, 3):
+        with host.session(HOPPER, dsl=False, resident=resident):
+            limited = batch.run()
+        for a, b in zip(first, limited, strict=True):
+            assert torch.equal(a, b), resident
