@@ -151,9 +151,9 @@ class Prepare:
             if not alike:
                 self.deal(a, costs, self.work.chunk(width, a.sms), num_entries)
         if t == 0:
-            tiles = tiles_q if const_expr(self.work.owner == "q") else tiles_k
+            tiles = num_entries // (a.heads // width)
             header = a.lists.header
-            header[0, 0] = lo(tiles, a.lists.entries.shape[0] // (a.heads // width))
+            header[0, 0] = tiles
             header[0, 1] = width
             header[0, 2] = tiles_q
             header[0, 3] = tiles_k
@@ -183,12 +183,15 @@ class Prepare:
             tiles_k = tiles_k if inside else Int32(0)
             before_q, all_q = scan(tiles_q, sums, 0)
             before_k, all_k = scan(tiles_k, sums, 1)
+            # Numbers that decrease make more tiles than there is room for: not one past the end.
+            fits_q = first_q + before_q + tiles_q <= work.tiles("q", a.q.total, batch)
+            fits_k = first_k + before_k + tiles_k <= work.tiles("k", a.k.total, batch)
             if inside:
                 record = (
                     offset_q,
-                    len_q,
+                    len_q if fits_q and fits_k else Int32(0),
                     offset_k,
-                    len_k,
+                    len_k if fits_q and fits_k else Int32(0),
                     first_q + before_q,
                     first_k + before_k,
                 )

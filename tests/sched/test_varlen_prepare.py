@@ -167,6 +167,34 @@ def test_the_kernel_and_the_code_on_ints_agree(walker: Walker, given, limits) ->
         assert not any(launch.unset for launch in session.launches)
 
 
+@pytest.mark.parametrize("walker", [Walker(FORWARD, dealt=True), Walker(BACKWARD, once=True)])
+def test_numbers_that_decrease_stay_within_the_room_there_is(walker: Walker) -> None:
+    """Sequences that lie over each other have more tiles than the workspace of a backward: those
+    past its end are empty.
+    """
+    work, total = walker.work, 1000
+    cu = torch.tensor([0, total, -5, 2**31 - 1, 300, total, 0, 70], dtype=torch.int32)
+    count = len(cu) - 1
+    at = work.workspace(count, total, total, 2)
+    memory = torch.full((at.size,), -7, dtype=torch.int32)
+    seen = torch.zeros((count, 20, 2), dtype=torch.int32)
+    with host.session("sm_90a") as session:
+        compiled = compile_walker(walker, FULL, (None, None))
+        compiled((cu, cu, None, None, None, None), (total, total, 2, 1), memory, seen, SMS)
+        assert not any(launch.unset for launch in session.launches)
+    rooms = [work.tiles(side, total, count) for side in "qk"]
+    records = memory[at.records :][: 8 * count].unflatten(0, (count, 8)).tolist()
+    done = 0
+    for s, (offset_q, len_q, offset_k, len_k, first_q, first_k, *_) in enumerate(records):
+        tiles = work.tiles_q(len_q), work.tiles_k(len_k)
+        assert max(offset_q + len_q, offset_k + len_k) <= total
+        assert not any(tiles) or (first_q + tiles[0] <= rooms[0] and first_k + tiles[1] <= rooms[1])
+        own = tiles[0 if work.owner == "q" else 1]
+        assert (seen[s, :own] == 1 + 10 * len_q + 100_000 * len_k).all() and not seen[s, own:].any()
+        done += own
+    assert records[0][1] == total and memory[0] == done
+
+
 def test_long_sequences_go_in_sections_and_thousands_are_listed() -> None:
     rng, walker = random.Random(1), Walker(FORWARD, dealt=True)
     with host.session("sm_90a") as session:
