@@ -137,6 +137,52 @@ def test_a_kernel_on_disk_is_named_after_the_mask_s_source(tmp_path):
     assert names[0] == names[3] and len(set(names)) == 3
 
 
+@dataclass(frozen=True)
+class Few(Band):
+    """The first keys, without a word about a limit."""
+
+    count: int = 30
+
+    def k_bounds(self, q, seqlen_q, seqlen_k):
+        return 0, lo(seqlen_k, self.count)
+
+
+@dataclass(frozen=True)
+class Late(Band):
+    """Keys from the middle on, likewise."""
+
+    def k_bounds(self, q, seqlen_q, seqlen_k):
+        return seqlen_k // 2, seqlen_k
+
+
+@dataclass(frozen=True)
+class OneSided(Chunked):
+    """Chunks whose backward would take them for a window."""
+
+    q_bounds = Band.q_bounds
+
+
+@dataclass(frozen=True)
+class Falling(Prefix):
+    """Later queries see less."""
+
+    def k_bounds(self, q, seqlen_q, seqlen_k):
+        return 0, seqlen_k - q * seqlen_k // seqlen_q
+
+
+def test_a_mask_that_kernels_would_misread_is_an_error():
+    """Else a kernel skips blocks that it waits for, or a gradient is that of another mask."""
+    with pytest.raises(PlanError, match="below 30 only, so `right` may not be None"):
+        FwdSpec("bf16", 64, 64, False, custom=Few())
+    with pytest.raises(PlanError, match="may not decrease"):
+        FwdSpec("bf16", 64, 64, True, custom=Falling())
+    assert FwdSpec("bf16", 64, 64, True, custom=OneSided()).custom.right == 0
+    with pytest.raises(PlanError, match="k_bounds and q_bounds do not agree"):
+        BwdSpec("bf16", 64, 64, True, custom=OneSided())
+    with pytest.raises(PlanError, match="`left` may not be None"):
+        FwdSpec("bf16", 64, 64, False, custom=Late())
+
+
 def test_a_kernel_on_disk_is_named_after_what_its_mask_inherits(tmp_path):
     """Another file's change makes another kernel; a function's variables are no part of a name."""
 

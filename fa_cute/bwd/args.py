@@ -40,7 +40,7 @@ class BwdSpec:
     custom: mask.Band | None = None  # a mask of the caller's own
 
     def __post_init__(self) -> None:
-        mask.check(self.causal, self.window, self.custom)
+        mask.check(self.causal, self.window, self.custom, backward=True)
 
     def band(self, left: Any = None, right: Any = None) -> mask.Band:
         """Which keys a query sees; ``left`` and ``right`` count where ``window`` says so."""

@@ -57,7 +57,7 @@ class FwdSpec:
             raise PlanError(f"dtype {self.dtype!r}; one of {DTYPES}")
         if self.qhead_per_kvhead < 1:
             raise PlanError(f"qhead_per_kvhead {self.qhead_per_kvhead}; at least 1")
-        mask.check(self.causal, self.window, self.custom)
+        mask.check(self.causal, self.window, self.custom, backward=False)
 
     @property
     def element(self) -> Any:

@@ -104,8 +104,10 @@ def limited(causal: bool, sides: tuple[bool, bool], left: Any, right: Any) -> Ba
     return Band(left if sides[0] else None, 0 if causal else right if sides[1] else None)
 
 
-def check(causal: bool, sides: tuple[bool, bool], custom: Band | None) -> None:
-    """Whether the static facts of a spec fit together: ``sides`` as in `limited`."""
+def check(causal: bool, sides: tuple[bool, bool], custom: Band | None, backward: bool) -> None:
+    """Whether the static facts of a spec fit together: ``sides`` as in `limited`; of a ``backward``
+    also whether both sides of a mask agree.
+    """
     if causal and sides[1]:
         raise PlanError("causal, and a window with a right side: causal is that side, 0")
     if custom is None:
@@ -121,6 +123,42 @@ def check(causal: bool, sides: tuple[bool, bool], custom: Band | None) -> None:
             f"mask {custom} with causal={causal} and window={sides}: causal must say whether the "
             "mask has a `right`, and there is no window beside it"
         )
+    for lengths in SAMPLES:
+        fault = _fault(custom, *lengths, backward)
+        if fault:
+            raise PlanError(
+                f"mask {custom} with seqlen_q={lengths[0]}, seqlen_k={lengths[1]}: {fault}"
+            )
+
+
+SAMPLES = ((1, 1), (40, 3), (3, 40), (200, 333), (70_001, 70_001))  # (seqlen_q, seqlen_k)
+
+
+def _fault(mask: Band, seqlen_q: int, seqlen_k: int, backward: bool) -> str | None:
+    """What is wrong with a mask of the caller's, on some rows: kernels leave out what a limit that
+    is None makes needless, and count on the blocks of neighbours.
+    """
+
+    def some(n: int) -> list[int]:
+        places = (0, 1, n // 7, n // 3, n // 2, n // 2 + 1, n - 2, n - 1)
+        return sorted({i for i in places if 0 <= i < n})
+
+    rows, before = some(seqlen_q), (0, 0)
+    for q in rows:
+        k_lo, k_hi = mask.k_bounds(q, seqlen_q, seqlen_k)
+        if not (before[0] <= k_lo and before[1] <= k_hi <= seqlen_k):
+            return f"k_bounds of query {q} are {(k_lo, k_hi)}; they may not decrease or lie outside"
+        if mask.left is None and k_lo > 0:
+            return f"query {q} sees keys from {k_lo} on, so `left` may not be None"
+        if mask.right is None and k_hi < seqlen_k:
+            return f"query {q} sees keys below {k_hi} only, so `right` may not be None"
+        before = k_lo, k_hi
+    for k in some(seqlen_k) if backward else ():
+        q_lo, q_hi = mask.q_bounds(k, seqlen_q, seqlen_k)
+        for q in rows:
+            if mask.keep(q, k, seqlen_q, seqlen_k) != (q_lo <= q < q_hi):
+                return f"k_bounds and q_bounds do not agree on query {q} and key {k}"
+    return None
 
 
 @dataclass(frozen=True)
