@@ -58,8 +58,7 @@ def flash_attn_func(
             the first element at a multiple of 16 bytes; any other strides.
         k, v: (batch, seqlen_k, heads_kv, head_dim / head_dim_v), same dtype, device and alignment;
             ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
-        softmax_scale: factor on the scores, default ``head_dim ** -0.5``; any sign where the kernel
-            takes it.
+        softmax_scale: factor on the scores, default ``head_dim ** -0.5``; any sign, and 0.
         causal: query i sees keys j <= i + seqlen_k - seqlen_q (bottom-right aligned).
         window_size: (left, right) keys seen on each side of that diagonal, -1 or None for no limit;
             ``causal`` sets the right side to 0, and a right side of 0 is ``causal``. Other sizes do

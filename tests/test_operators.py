@@ -364,3 +364,14 @@ def test_a_scale_of_zero_weighs_all_keys_alike(scale):
     torch.testing.assert_close(lse[0, 0], seen.float().log(), rtol=1e-6, atol=1e-6)
     dq, dk = torch.autograd.grad(out.float().square().sum(), (q, k))
     assert (dq == 0).all() and (dk == 0).all()
+
+
+def test_a_negative_scale_is_a_positive_one_of_the_negative_queries():
+    q, k, v = leaves()
+    minus = (-q).detach().requires_grad_()
+    results = []
+    for queries, scale in ((q, -0.3), (minus, 0.3)):
+        out, lse = flash_attn_func(queries, k, v, scale, causal=True, return_lse=True)
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum(), (queries, k))))
+    (out, lse, dq, dk), (want, want_lse, of_minus, want_dk) = results
+    assert same_bits((out, lse, -dq, dk), (want, want_lse, of_minus, want_dk))
