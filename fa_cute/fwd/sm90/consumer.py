@@ -125,8 +125,9 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     dtype = cx.spec.element
     factors, lse = (final[0], final[1]), (final[2], final[3])
     at = cx.seqlens(tile)
-    mine = cx.rows_of(tile, t.index) + t.warp * 16 + t.thread % 32 // rows.QUAD
-    if t.thread % rows.QUAD == 0:
+    thread = cx.late(t.thread) if const_expr(cx.cfg.late_ids) else t.thread
+    mine = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
+    if thread % rows.QUAD == 0:
         for h in cutlass.range_constexpr(rows.ROWS):
             if mine + 8 * h < at.q:
                 at.set_value(cx.args.mLSE, tile.head, mine + 8 * h, lse[h])

@@ -79,8 +79,8 @@ class FwdConfig:
     )
     scores_first: bool = False  # in a turn S before O, so that softmax of S runs beside P V
     take_turns: bool = True  # False: teams issue whenever they can
-    # The number of a team's barrier is computed at the barrier, not kept in a register over the
-    # loops: one register less where they are full.
+    # The number of a team's barrier (with a window or sequences also that of a row, when it is
+    # stored) is computed where it is used, not kept in a register over the loops.
     late_ids: bool = False
 
     def work(self, spec: FwdSpec) -> Work:
