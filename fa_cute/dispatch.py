@@ -21,6 +21,7 @@ from .problem import (
     autocast_hint,
     check_layout,
     check_plain,
+    in_memory,
 )
 
 BACKENDS = ("auto", "cuda", "sim", "reference")
@@ -215,7 +216,7 @@ class Call:
             return
         dout = as_kernels_read(dout.detach())
         if dlse is not None:
-            dlse = dlse.detach().float().contiguous()
+            dlse = in_memory(dlse.detach()).float().contiguous()
         if self.backend == "reference":
             options = {"dlse": dlse, "window": p.window, "dtype": _wide(dout)}
             args, find = (p.softmax_scale, p.causal), reference.gradients

@@ -292,8 +292,16 @@ def check_filled(**tensors) -> None:
             )
 
 
+def in_memory(t):
+    """The tensor, or a copy where its memory does not hold its values: torch hands over negative
+    views and zeros without memory.
+    """
+    return t.clone() if t.is_neg() or t._is_zerotensor() else t
+
+
 def as_kernels_read(t):
     """The tensor where kernels can read it, else a packed copy: a gradient has any strides."""
+    t = in_memory(t)
     return t.clone(memory_format=torch.contiguous_format) if _layout_faults("", t) else t
 
 

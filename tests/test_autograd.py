@@ -116,6 +116,21 @@ def test_any_gradient_strides():
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(summed, ones, permuted))
 
 
+def test_gradients_that_memory_does_not_hold():
+    """Negative views and zeros without memory, which torch hands over as they are."""
+    tensors, kept = leaves((64, 64), (1, 1), 64), {"retain_graph": True}
+    out, lse = flash_attn_func(*tensors, return_lse=True, backend="sim")
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    none = torch._efficientzerotensor(out.shape, dtype=out.dtype)
+    for lazy, plain in (
+        ((torch._neg_view(-dout), torch._neg_view(-dlse)), (dout, dlse)),
+        ((none, dlse), (torch.zeros_like(dout), dlse)),
+    ):
+        want = torch.autograd.grad((out, lse), tensors, plain, **kept)
+        found = torch.autograd.grad((out, lse), tensors, lazy, **kept)
+        assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
 def test_lse_alone():
     q, k, v = leaves((64, 64), (1, 1), 64)
     _, lse = flash_attn_func(q, k, v, return_lse=True, backend="sim")
