@@ -40,7 +40,10 @@ FORWARD_DOES = {
     "sm90": (WINDOW, VARLEN, NEGATIVE_SCALE),
     "sm100": (WINDOW, VARLEN, NEGATIVE_SCALE),
 }
-BACKWARD_DOES = {"sm90": (WINDOW, VARLEN, NEGATIVE_SCALE), "sm100": (NEGATIVE_SCALE,)}
+BACKWARD_DOES = {
+    "sm90": (WINDOW, VARLEN, NEGATIVE_SCALE),
+    "sm100": (WINDOW, VARLEN, NEGATIVE_SCALE),
+}
 STATIC_SIGN = ("sm90",)  # the forward is another kernel where the scale is negative
 
 

@@ -241,7 +241,7 @@ def spans(mask: Band, blocks: Blocks, tail_rows: bool = True) -> tuple[tuple[Any
         (blocks.full_lo, blocks.full_hi, False),
         (blocks.full_hi, blocks.hi, True),
     )
-    return parts if tail_rows or mask.left is not None else parts[:2]
+    return parts if tail_rows or mask.hides_keys else parts[:2]
 
 
 def needs_mask(mask: Band, blocks: Blocks, n_block: Any) -> Any:

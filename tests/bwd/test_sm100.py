@@ -37,12 +37,22 @@ class Case:
     deterministic: bool = False
     batch: int = 1
     with_dlse: bool = False
+    window: tuple[int | None, int | None] = (None, None)
 
     @property
     def spec(self) -> BwdSpec:
         ratio = self.heads[0] // self.heads[1]
         dims = self.head_dim, self.head_dim_v
-        return BwdSpec(self.dtype, *dims, self.causal, ratio, self.deterministic)
+        sides = self.window[0] is not None, self.window[1] is not None
+        return BwdSpec(self.dtype, *dims, self.causal, ratio, self.deterministic, sides)
+
+    @property
+    def mask(self) -> dict:
+        """What the reference takes."""
+        return {
+            "causal": self.causal,
+            "window": (self.window[0], 0 if self.causal else self.window[1]),
+        }
 
     @property
     def head_dim_v(self) -> int:
@@ -75,14 +85,14 @@ def run(case: Case, schedule: str = "early", cfg=None, **options):
     cfg = cfg or config(spec, SM100)
     q, k, v, dout = case.tensors()
     fn = compiler.backward(cfg, spec, SM100, "sim", case.with_dlse)
-    out, lse = reference.attention(q, k, v, causal=case.causal)
+    out, lse = reference.attention(q, k, v, **case.mask)
     out, lse = out.to(q.dtype), lse.float().contiguous()
     sizes = Sizes(case.batch, *case.heads, *case.seqlens)
     work = torch.full((workspace_floats(cfg, spec, sizes),), float("nan"))
     grads = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     plan = show.to_dict(cfg)
     with host.session(SM100, dsl=False, schedule=schedule, plan=plan, **options) as session:
-        rest = launch.rest(case.head_dim**-0.5, SM100.num_sms)
+        rest = launch.rest(case.head_dim**-0.5, SM100.num_sms, case.window)
         fn(q, k, v, out, lse, dout, dlse(case), *grads, work, *rest)
     return grads, session
 
@@ -98,7 +108,7 @@ def torch_gradients(case: Case):
     """What torch computes in the case's dtype."""
     *leaves, dout = case.tensors()
     leaves = [t.requires_grad_() for t in leaves]
-    out, lse = reference.attention(*leaves, causal=case.causal, dtype=None)
+    out, lse = reference.attention(*leaves, **case.mask, dtype=None)
     if not case.with_dlse:
         return torch.autograd.grad(out, leaves, dout)
     seen = torch.isfinite(lse)
@@ -107,7 +117,7 @@ def torch_gradients(case: Case):
 
 def check(case: Case, got) -> None:
     q, k, v, dout = case.tensors()
-    exact = reference.gradients(dout, q, k, v, causal=case.causal, dlse=dlse(case))
+    exact = reference.gradients(dout, q, k, v, **case.mask, dlse=dlse(case))
     for which, ours, want, theirs in zip("qkv", got, exact, torch_gradients(case), strict=True):
         bar = tolerance.FACTOR * tolerance.worst(theirs, want) + tolerance.rounding(
             want, ours.dtype

@@ -28,6 +28,8 @@ def starts(lengths) -> torch.Tensor:
 class Batch:
     """Packed tensors; rows that no sequence uses are NaN, and so is what lies beside heads."""
 
+    arch = HOPPER
+
     def __init__(self, spec: BwdSpec, lengths=LENGTHS, window=(None, None), heads_kv=1, used=None):
         self.spec, self.window = spec, window
         self.used = lengths if used is None else used  # rows that count, of those there is room for
@@ -63,11 +65,11 @@ class Batch:
     def run(self):
         """dq, dk, dv of the simulated kernels."""
         spec = replace(self.spec, varlen=True)
-        cfg = tune.backward(spec, HOPPER)
+        cfg = tune.backward(spec, self.arch)
         used = [None if u is n else torch.tensor(u).int() for u, n in zip(self.used, self.lengths)]
         lengths = (*self.starts, *used)
         given = tuple(x is not None for x in lengths)
-        kernel = compile.get(compile.Request("backward", cfg, spec, HOPPER, True, given), "sim")
+        kernel = compile.get(compile.Request("backward", cfg, spec, self.arch, True, given), "sim")
         batch, heads, heads_kv = len(self.lengths[0]), self.q.shape[1], self.k.shape[1]
         sizes = Sizes(batch, heads, heads_kv, self.q.shape[0], self.k.shape[0])
         work = torch.empty(workspace_floats(cfg, spec, sizes))
@@ -76,8 +78,8 @@ class Batch:
         grads = [torch.full(t.shape, math.nan, dtype=t.dtype) for t in (self.q, self.k, self.v)]
         tensors = (self.q, self.k, self.v, self.out, self.lse, self.dout, self.dlse, *grads, work)
         limits = tuple(x if given else None for x, given in zip(self.window, spec.window))
-        rest = launch.rest(spec.head_dim**-0.5, HOPPER.num_sms, limits, lengths, tiles)
-        launch._run(kernel, (*tensors, *rest), HOPPER, cfg)
+        rest = launch.rest(spec.head_dim**-0.5, self.arch.num_sms, limits, lengths, tiles)
+        launch._run(kernel, (*tensors, *rest), self.arch, cfg)
         return grads
 
     def alone(self, rows_q, rows_k):
@@ -87,7 +89,7 @@ class Batch:
         rest += (self.dout[rows_q][None], self.dlse[None, :, rows_q].contiguous())
         problem = launch.AttnProblem.of(*batch, causal=self.spec.causal, window_size=self.window)
         grads = [torch.full(t.shape, math.nan, dtype=t.dtype) for t in batch]
-        launch.backward((*batch, *rest), self.spec, problem, HOPPER, "sim", grads)
+        launch.backward((*batch, *rest), self.spec, problem, self.arch, "sim", grads)
         return [g[0] for g in grads]
 
     def check(self, grads):

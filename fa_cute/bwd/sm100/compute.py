@@ -21,11 +21,12 @@ NO_ROW = 1 << 30  # first row that sees a key which does not exist
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a thread stands: its team, its key's lane, and the first query that sees this key."""
+    """Where a thread stands: its team, its key's lane, and the queries that see this key."""
 
     team: Int32
     thread: Int32
-    q_lo: Int32
+    first: Int32
+    end: Any  # None where the band has no limit: rows past the last query have an LSE of +inf
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Compute:
         team = warp // 4
         thread = cute.arch.thread_idx()[0] % c.tile_n
         key = cx.n_block * c.tile_n + thread
-        q_lo, _ = cx.mask.q_bounds(key, cx.seqlen_q, cx.seqlen_k)
-        lane = Lane(team, thread, cutlass.select_(key < cx.seqlen_k, Int32(q_lo), Int32(NO_ROW)))
+        first, end = cx.mask.q_limits(key, cx.seqlen_q, cx.seqlen_k)
+        first = Int32(0 if first is None else first)
+        lane = Lane(team, thread, cutlass.select_(key < cx.seqlen_k, first, Int32(NO_ROW)), end)
         s, dp = pipes.mma_s.lane_consumer(0), pipes.mma_dp.lane_consumer(0)
         lse, delta = pipes.load_lse.make_consumer(), pipes.load_delta.make_consumer()
         spans = cx.spans()
@@ -124,7 +126,8 @@ class Compute:
         to_team, to_word = cx.cfg.team_rows
         for w in range(cute.size(x.shape) // WORD):
             first = m_block * cx.cfg.tile_m + lane.team * to_team + w * to_word
-            mask_below(cute.local_tile(x, (WORD,), (w,)), lane.q_lo - first)
+            end = None if lane.end is None else lane.end - first
+            mask_word(cute.local_tile(x, (WORD,), (w,)), lane.first - first, end)
 
     @cute.jit
     def exponents(self, x: cute.Tensor, sLse: cute.Tensor, scale_log2: Float32):
@@ -170,9 +173,11 @@ class Compute:
 
 
 @cute.jit
-def mask_below(x: cute.Tensor, limit: Int32):
-    """Set the registers of a word below index `limit` to +inf, by one bit mask."""
-    drop = ptx.low_ones(cutlass.max(WORD - limit, 0))
+def mask_word(x: cute.Tensor, first: Int32, end):
+    """Set the registers of a word outside ``[first, end)`` to +inf, by one bit mask."""
+    drop = ptx.low_ones(cutlass.max(WORD - first, 0))
+    if const_expr(end is not None):
+        drop = drop | ptx.high_ones(cutlass.max(end, 0))
     for j in cutlass.range_constexpr(WORD):
         unseen = (drop & Int32(1 << j if j < 31 else -(1 << 31))) != 0
         x[j] = cutlass.select_(unseen, Float32.inf, x[j])

@@ -7,12 +7,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
-from ...ops import mask, rows, umma
-from ...ops.arith import ceil_div
+from ...ops import mask, rows, seqlen, umma
 from ...sched import Tile
 from ..args import BwdSpec
 from .plan import BwdConfig
@@ -108,10 +107,20 @@ class Globals:
     order: Any  # of the tiles
     scale: Float32
     scale_log2: Float32
-    seqlen_q: Int32
+    seqlen_q: Int32  # varlen: of all sequences
     seqlen_k: Int32
+    records: Any  # varlen: of the sequences; else None
+    window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
+    window_right: Any
     heads: Int32
     heads_kv: Int32
+
+    @property
+    def seqlens(self):
+        """Lengths, and where rows lie."""
+        if self.records is not None:
+            return seqlen.Varlen(self.records)
+        return seqlen.Dense(self.seqlen_q, self.seqlen_k)
 
 
 @dataclass(frozen=True)
@@ -152,25 +161,26 @@ class BwdCtx:
     barriers: Any  # NamedBarrier by name
     products: Products
     tile: Tile  # of the cluster
+    lengths: Any  # of the tile's batch element, as `ops.seqlen` gives them
     rank: Any  # of this CTA in it; 0 where it is alone
 
     def anew(self) -> BwdCtx:
         """The same with the tile found once more: not alive, or spilled, in the loop before."""
         index = rows.pinned(Int32(cute.arch.block_idx()[0]))
         tile = self.g.order.start(index, cute.arch.grid_dim()[0], self.cfg.ctas).tile()
-        return replace(self, tile=tile)
+        return replace(self, tile=tile, lengths=self.g.seqlens.at(tile))
 
     @property
     def seqlen_q(self):
-        return self.g.seqlen_q
+        return self.lengths.q
 
     @property
     def seqlen_k(self):
-        return self.g.seqlen_k
+        return self.lengths.k
 
     @property
     def mask(self) -> mask.Band:
-        return mask.causal() if self.spec.causal else mask.full()
+        return self.spec.band(self.g.window_left, self.g.window_right)
 
     @property
     def n_block(self):
@@ -182,7 +192,7 @@ class BwdCtx:
         return self.tile.head // self.spec.qhead_per_kvhead
 
     def q_blocks(self) -> mask.Blocks:
-        """Query blocks of this cluster, at least one, and which of them need no element mask."""
+        """Query blocks of this cluster, and which of them need no element mask."""
         c = self.cfg
         n_block, lengths = self.tile.n_block, (self.seqlen_q, self.seqlen_k)
         # Rows past the end have LSE +inf: their P and dS are 0 by themselves.
@@ -201,12 +211,9 @@ class BwdCtx:
 
     def dq_tile(self, m_block):
         """Number of a dQ tile in the accumulator, 64 bits."""
-        num_m = ceil_div(self.seqlen_q, self.cfg.tile_m)
-        heads = self.g.heads
-        return (Int64(self.tile.batch) * heads + self.tile.head) * num_m + m_block
+        return self.lengths.tile_q(m_block, self.tile.head, self.g.heads, self.cfg.tile_m)
 
     def dkv_tile(self):
         """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
-        num_n = ceil_div(self.seqlen_k, self.cfg.tile_n)
-        heads = self.g.heads_kv
-        return (Int64(self.tile.batch) * heads + self.head_kv) * num_n + self.n_block
+        c = self.cfg
+        return self.lengths.tile_k(self.n_block, self.head_kv, self.g.heads_kv, c.tile_n, c.ctas)

@@ -68,21 +68,42 @@ class Store:
         barrier = cx.barriers.epilogue_0 if result.team == 0 else cx.barriers.epilogue_1
         barrier.arrive_and_wait()
         if cute.arch.make_warp_uniform(thread // 32) == 0:
-            atom, tensor = result.target(cx)
-            tile = cx.tile
-            g = cute.local_tile(
-                tensor[None, None, tile.head, tile.batch],
-                (cx.cfg.tile_n, result.cols(cx)),
-                (cx.n_block, 0),
-            )
-            src, dst = cpasync.tma_partition(
-                atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(shared, 0, 2),
-                cute.group_modes(g, 0, 2),
-            )
-            cute.copy(atom, src[None, 0], dst)
+            self.to_global(cx, result)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def to_global(self, cx: BwdCtx, result: Gradient):
+        """One TMA store; rows past the end of the tensor, or of the sequence, are not written."""
+        atom, tensor = result.target(cx)
+        rows, box = cx.lengths.rows(tensor, "k", cx.tile.head), (cx.cfg.tile_n, result.cols(cx))
+        g = cute.local_tile(rows, box, (cx.n_block, 0))
+        src, dst = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cx.smem.operand(f"{result.name} rows"), 0, 2),
+            cute.group_modes(g, 0, 2),
+        )
+        cute.copy(atom, src[None, 0], dst)
+
+    @cute.jit
+    def nothing(self, cx: BwdCtx, warp):
+        """Zeros, of keys that no query sees; called by all warps of the CTA."""
+        for result in RESULTS:
+            plan = cx.cfg.smem
+            field = f"s{result.name}"
+            words = cute.recast_ptr(cx.smem.base + plan.offset(field), dtype=Float32)
+            vectors, threads = plan.bytes(field) // 16, cx.cfg.warps.threads
+            zero = cute.make_rmem_tensor(4, Float32)
+            zero.fill(0.0)
+            for i in cutlass.range(cute.arch.thread_idx()[0], vectors, threads):
+                to = (words + i * 4).align(16)
+                cute.autovec_copy(zero, cute.make_tensor(to, cute.make_layout(4)))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if warp == 0:
+            for result in RESULTS:
+                self.to_global(cx, result)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -92,6 +113,9 @@ class Add:
     """Several query heads per kv head: each adds to fp32 sums, from the registers."""
 
     ordered: bool  # by query head, each after the one before
+
+    def nothing(self, cx: BwdCtx, warp):
+        """No share of the sums, which start as zeros, and nobody of these keys waits."""
 
     @cute.jit
     def carry_out(self, cx: BwdCtx, team, thread):

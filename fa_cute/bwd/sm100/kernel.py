@@ -112,9 +112,17 @@ class Main:
             scale_log2=call.scale * LOG2_E,
             seqlen_q=call.shape.seqlen_q,
             seqlen_k=call.shape.seqlen_k,
+            records=None if call.lists is None else call.lists.records,
+            window_left=call.window[0],
+            window_right=call.window[1],
             heads=call.shape.heads,
             heads_kv=call.shape.heads_kv,
         )
+
+    @property
+    def epilogue(self):
+        """How dK and dV get out."""
+        return Add(self.spec.deterministic) if self.spec.shares_kv else Store()
 
     @property
     def program(self):
@@ -122,10 +130,7 @@ class Main:
         spec = self.spec
         bodies = {
             "reduce": ReduceDq(Turnstile() if spec.deterministic else AnyOrder()),
-            "compute": Compute(
-                Exchange() if self.cfg.pair else Keep(),
-                Add(spec.deterministic) if spec.shares_kv else Store(),
-            ),
+            "compute": Compute(Exchange() if self.cfg.pair else Keep(), self.epilogue),
             "mma": Mma(Tight() if self.cfg.tight else Ahead()),
             "load": LoadInTurn() if self.cfg.tight else Load(),
             "idle": Idle(),
@@ -158,6 +163,23 @@ class Main:
             cute.arch.sync_threads()
         smem = Smem(base, address, products.layouts(), c, element)
         barriers = pipes.barriers(c.topology, c.warps)
+        tile = sched.here(g.order, c.ctas).tile()
+        cx = BwdCtx(
+            c, self.spec, g, smem, edges, barriers, products, tile, g.seqlens.at(tile), rank
+        )
+        if const_expr(self.spec.varlen or cx.mask.hides_keys):
+            # The same for both CTAs of a pair.
+            if tile.valid and cx.q_blocks().count > 0:
+                self.play(cx, warp)
+            elif tile.valid:
+                self.epilogue.nothing(cx, warp)
+        else:
+            self.play(cx, warp)
+
+    @cute.jit
+    def play(self, cx: BwdCtx, warp):
+        """Every role on its warps."""
+        c = self.cfg
         for i in cutlass.range_constexpr(len(self.program)):
             role, body = self.program[i]
             if warp >= role.start and warp < role.stop:
@@ -167,11 +189,10 @@ class Main:
                     cute.arch.setmaxregister_decrease(role.regs)
                 # Each role finds its tile by itself: what is known before the roles part is alive
                 # in all of them, and would be spilled for the one with the least room.
-                tile = sched.here(g.order, c.ctas).tile()
-                body.run(BwdCtx(c, self.spec, g, smem, edges, barriers, products, tile, rank))
+                body.run(cx.anew())
         if const_expr(c.pair):
             # Nobody leaves, or frees tensor memory, while the other CTA may still reach for it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             if warp == c.warps["mma"].start:
-                tmem.free(address, c.tmem.alloc_cols, c.ctas)
+                tmem.free(cx.smem.tmem_address, c.tmem.alloc_cols, c.ctas)

@@ -23,7 +23,8 @@ def rows(cx: BwdCtx, use: str):
     head = cx.head_kv if tensor in ("K", "V") else cx.tile.head
     is_a, turned = use in A_OPERANDS, use in TURNED
     at = (0, None) if turned else (None, 0)  # blocks of keys or queries
-    g = cute.local_tile(g[None, None, head, cx.tile.batch], (m if is_a else n, k), at)
+    g = cx.lengths.rows(g, "k" if tensor in ("K", "V") else "q", head, turned)
+    g = cute.local_tile(g, (m if is_a else n, k), at)
     operand = thr.partition_A(g) if is_a else thr.partition_B(g)
     to, source = cpasync.tma_partition(
         atom,
@@ -42,7 +43,8 @@ def rows(cx: BwdCtx, use: str):
 def stats(cx: BwdCtx, field: str):
     """The same for statistics of the rows of a block."""
     g = cx.g.mLse if field == "sLse" else cx.g.mDelta
-    g = cute.local_tile(g[None, cx.tile.head, cx.tile.batch], (cx.cfg.tile_m,), (None,))
+    tile_m = cx.cfg.tile_m
+    g = cute.local_tile(cx.lengths.padded(g, cx.tile.head, tile_m), (tile_m,), (None,))
     to = cx.smem.floats(field)
     bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
 

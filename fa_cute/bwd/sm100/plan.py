@@ -67,6 +67,7 @@ from ...plan import (
     WarpPlan,
     verify,
 )
+from ...sched.spt import descends
 from ...sched.varlen import Work
 from ..args import BwdSpec, work
 from ..chunks import PairChunks, RowChunks
@@ -359,8 +360,8 @@ def config(spec: BwdSpec, arch: archs.Arch) -> BwdConfig:
             f"no backward on {arch.name} for head_dim={spec.head_dim}, head_dim_v="
             f"{spec.head_dim_v}; one of {HEAD_DIMS}"
         )
-    # Longest first. Where dQ has an order and the mask is causal, the launches follow it instead.
-    order = "spt" if spec.causal and spec.deterministic else "ascending"
+    # Longest first. Where dQ has an order that descends, the launches follow it instead.
+    order = "spt" if spec.deterministic and descends(spec.band(0, 0)) else "ascending"
     # The pair reads less shared memory per product and adds half as much dQ. head_dim 64 is bound
     # by the exponentials. Registers: a reduce thread holds a row of dQ, of a pair half a row.
     return BwdConfig(
