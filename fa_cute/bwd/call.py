@@ -130,6 +130,14 @@ def call_of(cfg, spec: BwdSpec, tensors, grads, lengths, mWork, numbers, stream)
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Warps that only complete a warpgroup: all four of its warps set its registers."""
+
+    def run(self, cx):
+        """Nothing."""
+
+
+@dataclass(frozen=True)
 class Backward:
     """The whole backward of one call; a subclass has ``main(call)``, its main kernel.
 

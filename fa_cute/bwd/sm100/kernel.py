@@ -13,7 +13,7 @@ from ... import sched
 from ...ops import pipes, tmem, umma
 from ...ops.score import LOG2_E
 from ..args import BwdSpec
-from ..call import Backward
+from ..call import Backward, Idle
 from .compute import Compute
 from .ctx import A_OPERANDS, DTYPES, BwdCtx, Globals, Products, Smem
 from .epilogue import Add, Store
@@ -22,14 +22,6 @@ from .load import Load, LoadInTurn
 from .mma import Ahead, Mma, Tight
 from .plan import TURNED, BwdConfig
 from .reduce_dq import AnyOrder, ReduceDq, Turnstile
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Completes the last warpgroup: setmaxnreg is issued by all four of its warps."""
-
-    def run(self, cx: BwdCtx):
-        """Nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa_cute import sched
 from fa_cute.bwd.args import BwdSpec
-from fa_cute.bwd.call import Backward
+from fa_cute.bwd.call import Backward, Idle
 from fa_cute.bwd.sm90.ctx import (
     DTYPES,
     BwdCtx,
@@ -29,14 +29,6 @@ from fa_cute.bwd.sm90.lockstep import Lockstep
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.roles import Keys, Values
 from fa_cute.ops.score import LOG2_E
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Warps that only complete a warpgroup."""
-
-    def run(self, cx: BwdCtx):
-        """Nothing."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.epilogue import DK, DV
-from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
+from fa_cute.bwd.sm90.operands import Parts, begin
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
@@ -46,14 +46,8 @@ class Lagged:
 
     @cute.jit
     def run(self, cx: BwdCtx):
-        thread, lane = stand(cx)
-        parts = operands(cx, thread, lane.wg)
-        dK, dV = results(cx)
-        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
+        thread, lane, parts, (dK, dV), blocks = begin(cx)
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
-        blocks = cx.q_blocks()
-        k.wait()
-        v.wait()
         q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
         S = self.scores(cx, parts, q_full)
         self.step(cx, parts, (S, dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))

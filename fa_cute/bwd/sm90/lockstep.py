@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.epilogue import DK, DV
-from fa_cute.bwd.sm90.operands import Parts, operands, results, stand
+from fa_cute.bwd.sm90.operands import Parts, begin
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
@@ -43,14 +43,8 @@ class Lockstep:
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
-        thread, lane = stand(cx)
-        parts = operands(cx, thread, lane.wg)
-        dK, dV = results(cx)
-        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
+        thread, lane, parts, (dK, dV), blocks = begin(cx)
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
-        blocks = cx.q_blocks()
-        k.wait()
-        v.wait()
         P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo)[span]

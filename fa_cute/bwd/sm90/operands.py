@@ -47,14 +47,17 @@ def operands(cx: BwdCtx, thread, wg) -> Parts:
     )
 
 
-def stand(cx: BwdCtx) -> tuple[Any, Lane]:
-    """This thread among the consumers, and its lane."""
-    thread = cute.arch.thread_idx()[0] - cx.cfg.warps["consumer"].start * 32
-    wg = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-    return thread, Lane(wg, thread % WARPGROUP_THREADS, wg * WGMMA_ROWS)
-
-
-def results(cx: BwdCtx) -> tuple[cute.Tensor, cute.Tensor]:
-    """Registers of dK and dV."""
+def begin(cx: BwdCtx) -> tuple:
+    """Where this thread stands among the consumers, its lane, its operands, the registers of dK and
+    dV, the query blocks; K and V are there.
+    """
     c, m = cx.cfg, cx.mmas
-    return accumulator(m.dk, c.tile_n, c.head_dim), accumulator(m.dv, c.tile_n, c.head_dim_v)
+    thread = cute.arch.thread_idx()[0] - c.warps["consumer"].start * 32
+    wg = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+    lane = Lane(wg, thread % WARPGROUP_THREADS, wg * WGMMA_ROWS)
+    parts = operands(cx, thread, wg)
+    sums = accumulator(m.dk, c.tile_n, c.head_dim), accumulator(m.dv, c.tile_n, c.head_dim_v)
+    blocks = cx.q_blocks()
+    cx.pipes.load_k.make_consumer().wait()
+    cx.pipes.load_v.make_consumer().wait()
+    return thread, lane, parts, sums, blocks

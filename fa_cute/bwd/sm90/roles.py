@@ -70,6 +70,23 @@ class DqHalf:
         return dQ
 
     @cute.jit
+    def turn(self, cx: BwdCtx, own, m_block, lane: Lane, first: cutlass.Constexpr[bool]):
+        """A turn with dQ of the step before and ``own``, (product, registers, A, B) of this
+        warpgroup's sum; done when both are.
+        """
+        product, registers, tA, tB = own
+        take_turn(cx, lane.wg)
+        if const_expr(not first):
+            dQ = self.issue(cx, m_block - 1)
+        gemm(product, registers, tA, tB, not first)
+        if const_expr(not first):
+            warpgroup.wait_group(1)  # dQ
+        pass_turn(cx, lane.wg)
+        if const_expr(not first):
+            cx.writer.hand_over(cx, dQ, m_block - 1, lane, lane.wg)
+        warpgroup.wait_group(0)  # the sum
+
+    @cute.jit
     def last(self, cx: BwdCtx, m_block, lane: Lane):
         """dQ of the last query block. Nobody takes a turn after keys'."""
         take_turn(cx, lane.wg)
@@ -147,16 +164,8 @@ class Values:
         p_full = cx.barrier_id("p_full")
         cute.arch.barrier_arrive(barrier_id=p_full, number_of_threads=BOTH)
 
-        take_turn(cx, VALUES)
-        if const_expr(not first):
-            dQ = half.issue(cx, m_block - 1)
-        gemm(cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index], not first)
-        if const_expr(not first):
-            warpgroup.wait_group(1)  # dQ
-        pass_turn(cx, VALUES)
-        if const_expr(not first):
-            cx.writer.hand_over(cx, dQ, m_block - 1, lane, VALUES)
-        warpgroup.wait_group(0)  # dV
+        own = (cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index])
+        half.turn(cx, own, m_block, lane, first)
         do_full.release()
 
 
@@ -211,16 +220,8 @@ class Keys:
         rdS = operand(cx, dP, cx.mmas.dk)
         share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
 
-        take_turn(cx, KEYS)
-        if const_expr(not first):
-            dQ = half.issue(cx, m_block - 1)
-        gemm(cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index], not first)
-        if const_expr(not first):
-            warpgroup.wait_group(1)  # dQ
-        pass_turn(cx, KEYS)
-        if const_expr(not first):
-            cx.writer.hand_over(cx, dQ, m_block - 1, lane, KEYS)
-        warpgroup.wait_group(0)  # dK
+        own = (cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index])
+        half.turn(cx, own, m_block, lane, first)
         q_full.release()
 
     @cute.jit
