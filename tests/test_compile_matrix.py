@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fa_cute import cli_kernels, tune
@@ -11,6 +13,20 @@ REQUESTS = cli_kernels.requests(kinds=("forward",), dtypes=tune.DTYPES)
 WINDOWS = cli_kernels.requests(
     kinds=("forward",), dtypes=("bf16",), windows=((True, False), (True, True))
 )
+
+
+def of_sequences(request):
+    """The same kernel for sequences of any lengths."""
+    spec = replace(request.spec, varlen=True)
+    cfg = tune.forward(spec, request.arch)
+    return replace(request, cfg=cfg, spec=spec, lengths=(True, True, False, False))
+
+
+VARLEN = [
+    of_sequences(r)
+    for r in REQUESTS
+    if r.arch.name in ("sm_90a", "sm_100a") and (r.spec.dtype, r.spec.head_dim) == ("bf16", 128)
+]
 # What the system takes of each CTA's shared memory: in a cubin's static size, not in the limit.
 SYSTEM_SMEM = 1024
 
@@ -28,3 +44,10 @@ def test_row_compiles_and_assembles_without_spills(request_):
     assert usage.regs <= warps.launch_regs
     static = usage.static_smem_bytes - SYSTEM_SMEM
     assert smem.total + static <= request_.arch.smem_bytes
+
+
+@pytest.mark.parametrize("request_", VARLEN, ids=[r.label for r in VARLEN])
+def test_sequences_of_any_lengths_assemble_without_spills(request_):
+    """The kernel of the row, and the one that lists its tiles."""
+    usages = [usage for _, usage in cli_kernels.parts(request_)]
+    assert len(usages) == 2 and not any(usage.spills for usage in usages), usages
