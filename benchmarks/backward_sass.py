@@ -1,8 +1,9 @@
 """Instructions per tile of the SM100 backward's loops, beside flash-attn-4's from the same DSL.
 
-`python -m benchmarks.backward_sass [--causal]` compiles both for head_dim 128 (pairs of CTAs),
-disassembles them (nvdisasm must be in PATH), and counts each role's loop over query blocks: what
-one warp issues per block, times the role's warps. Waits are counted as if they succeeded at once.
+`python -m benchmarks.backward_sass [--causal] [--head-dim 192]` compiles both for pairs of CTAs
+(head_dim_v is 128), disassembles them (nvdisasm must be in PATH), and counts each role's loop over
+query blocks: what one warp issues per block, times the role's warps. Waits are counted as if they
+succeeded at once. results/sm100_backward_sass.md is what it printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-ARCH, HEAD_DIM = "sm_100a", 128
+ARCH, HEAD_DIM_V = "sm_100a", 128
 # Role: its warps in both kernels, and what its loop over query blocks has at least: 64 elements of
 # P a thread; dQ read and added; the K steps of four products; Q and dO, each in two ways.
 ROLES = {
@@ -79,28 +80,29 @@ def pipe(op: str) -> str:
     return "ALU"
 
 
-def ours(causal: bool) -> bytes:
+def ours(head_dim: int, causal: bool) -> bytes:
     from fa_cute import arch, compile, tune
     from fa_cute.bwd.args import BwdSpec
 
-    spec, target = BwdSpec("bf16", HEAD_DIM, HEAD_DIM, causal), arch.get(ARCH)
+    spec, target = BwdSpec("bf16", head_dim, HEAD_DIM_V, causal), arch.get(ARCH)
     return compile.cubin(
         compile.Request("backward", tune.backward(spec, target), spec, target, False)
     )
 
 
-def theirs(causal: bool) -> bytes:
+def theirs(head_dim: int, causal: bool) -> bytes:
     """Compiled by running it once on a small problem in the simulator."""
     from cutlass.base_dsl.dsl import DSLSingletonMeta
 
     from tests.sim.peer import flash_attn4
 
-    q, k, v, dout = (torch.randn(1, 256, 1, HEAD_DIM).bfloat16() for _ in range(4))
+    dims = (head_dim, head_dim, HEAD_DIM_V, HEAD_DIM_V)
+    q, k, v, dout = (torch.randn(1, 256, 1, d).bfloat16() for d in dims)
     with tempfile.TemporaryDirectory() as folder, flash_attn4(ARCH) as (fa4, _):
         for dsl in DSLSingletonMeta._instances.values():
             dsl.envar.keep_tokens = frozenset(dsl.envar.keep_tokens | {"cubin"})
             dsl.envar.keep_cubin, dsl.envar.dump_dir = True, folder
-        fa4._flash_attn_bwd(q, k, v, q, dout, torch.zeros(1, 1, 256), causal=causal)
+        fa4._flash_attn_bwd(q, k, v, dout, dout, torch.zeros(1, 1, 256), causal=causal)
         files = Path(folder).rglob("*.cubin")
         return max(files, key=lambda f: f.stat().st_size).read_bytes()
 
@@ -119,8 +121,10 @@ def disassemble(cubin: bytes) -> Code:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--causal", action="store_true")
-    causal = parser.parse_args().causal
-    code = {"ours": disassemble(ours(causal)), "flash-attn-4": disassemble(theirs(causal))}
+    parser.add_argument("--head-dim", type=int, choices=(128, 192), default=128)
+    args = parser.parse_args()
+    case = args.head_dim, args.causal
+    code = {"ours": disassemble(ours(*case)), "flash-attn-4": disassemble(theirs(*case))}
     names = [name for name, _ in PIPES] + ["ALU"]
     print(f"| warp instructions per block of 128 rows | {' | '.join(names)} | total |")
     print("|---" * (len(names) + 2) + "|")

@@ -2,7 +2,9 @@
 
 One CTA holds all of it: (keys x rows), a column group for each team. In a pair, CTA r makes the dQ
 of its half of the rows from the keys of both, (keys of both x half of the rows). So a team writes
-each word of its rows to the CTA that owns these rows, at the keys of its own CTA.
+each word of its rows to the CTA that owns these rows, at the keys of its own CTA, by stores: a bulk
+copy would read and write the half that moves once more, from a place that is not free
+(benchmarks/NOTES.md has the numbers).
 """
 
 from __future__ import annotations
