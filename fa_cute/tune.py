@@ -250,8 +250,6 @@ def backward_spec(problem: AttnProblem, deterministic: bool) -> BwdSpec:
 @cache
 def backward(spec: BwdSpec, arch: Arch):
     """The config of the backward for a spec; raises UnsupportedError where there is none."""
-    if spec.custom is not None and WINDOW not in BACKWARD_DOES.get(arch.family, ()):
-        raise UnsupportedError(f"mask {spec.custom}: no backward on {arch.name} takes one's own")
     if arch.family == "sm90":
         return bwd_sm90.config(spec)
     if arch.family == "sm100":
