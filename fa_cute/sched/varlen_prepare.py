@@ -110,7 +110,10 @@ class Prepare:
             if side.outputs:
                 fillers = fillers + ceil_div(side.total, ROWS_PER_FILLER)
         Prepare(self.work).kernel(inputs).launch(
-            grid=(1 + lo(fillers, FILLERS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(1 + lo(fillers, FILLERS), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
         )
         return made
 
