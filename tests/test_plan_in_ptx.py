@@ -44,19 +44,21 @@ def forward(family: str, head_dim: int, causal: bool, **options) -> tuple[Any, s
         return cfg, compiled.artifacts.PTX
 
 
-def backward(head_dim: int, causal: bool, deterministic: bool) -> tuple[Any, str]:
-    """Configuration and PTX of the Hopper backward."""
+def backward(
+    arch: str, head_dims: tuple[int, int], causal: bool, deterministic: bool
+) -> tuple[Any, str]:
+    """Configuration and PTX of a backward."""
     import tempfile
 
     from fa_cute import compile as compiler
+    from fa_cute import tune
     from fa_cute.bwd.args import BwdSpec
-    from fa_cute.bwd.sm90.plan import config
 
-    spec = BwdSpec("bf16", head_dim, head_dim, causal, 1, deterministic)
-    cfg = config(spec)
+    spec, target = BwdSpec("bf16", *head_dims, causal, 1, deterministic), archs.get(arch)
+    cfg = tune.backward(spec, target)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
-        compiled = compiler.build_backward(cfg, spec, archs.get("sm_90a"), options)
+        compiled = compiler.build_backward(cfg, spec, target, options)
         return cfg, compiled.artifacts.PTX
 
 
@@ -66,8 +68,11 @@ KERNELS = (
     Kernel("sm100-64", lambda: forward("sm100", 64, False)),
     Kernel("sm100-192-128", lambda: forward("sm100", 192, False, **UNEQUAL)),
     Kernel("sm90-128-causal", lambda: forward("sm90", 128, True)),
-    Kernel("sm90-128-backward-spt", lambda: backward(128, True, True)),
-    Kernel("sm90-256-backward", lambda: backward(256, False, False)),
+    Kernel("sm90-128-backward-spt", lambda: backward("sm_90a", (128, 128), True, True)),
+    Kernel("sm90-256-backward", lambda: backward("sm_90a", (256, 256), False, False)),
+    Kernel("sm100-64-backward", lambda: backward("sm_100a", (64, 64), False, False)),
+    Kernel("sm100-128-backward-spt", lambda: backward("sm_100a", (128, 128), True, True)),
+    Kernel("sm100-192-backward", lambda: backward("sm_100a", (192, 128), False, False)),
 )
 
 
@@ -151,7 +156,9 @@ def test_no_release_overtakes_a_tensor_memory_load(case: tuple[Any, str]) -> Non
 
 
 def test_no_wait_in_a_loop_has_a_constant_parity(case: tuple[Any, str]) -> None:
-    """Else the DSL did not carry the state of a pipeline end."""
-    _, ptx = case
+    """Else the DSL did not carry the state of a pipeline end. But where two operands take turns in
+    one slot, each of them has the same phase in every block: two loads, and two products.
+    """
+    cfg, ptx = case
     assert ptx_waits.waits_in_loops(ptx) >= 5
-    assert ptx_waits.constant_waits(ptx) == []
+    assert len(ptx_waits.constant_waits(ptx)) == (4 if getattr(cfg, "tight", False) else 0)
