@@ -110,7 +110,8 @@ def number(text: str) -> float | None:
 
 def short(kernel: str) -> str:
     """Which of ours a kernel is."""
-    for name in ("FwdSm90", "BwdSm90", "Preprocess", "Postprocess"):
+    # The backward's helpers carry its config in their names: they are looked for first.
+    for name in ("Preprocess", "Postprocess", "Prepare", "FwdSm90", "BwdSm90"):
         if name.lower() in kernel.lower().replace("_", ""):
             return name
     return kernel[:80]
