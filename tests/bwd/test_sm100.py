@@ -115,16 +115,23 @@ def torch_gradients(case: Case):
     return torch.autograd.grad((out, lse[seen]), leaves, (dout, dlse(case)[seen]))
 
 
-def check(case: Case, got) -> None:
+def errors(case: Case, got) -> dict[str, tuple[float, float]]:
+    """Of each gradient the error against float64, and the bar."""
     q, k, v, dout = case.tensors()
+    found = {}
     exact = reference.gradients(dout, q, k, v, **case.mask, dlse=dlse(case))
     for which, ours, want, theirs in zip("qkv", got, exact, torch_gradients(case), strict=True):
         bar = tolerance.FACTOR * tolerance.worst(theirs, want) + tolerance.rounding(
             want, ours.dtype
         )
         bar += CANCELLATION * math.sqrt(max(case.seqlens))  # summed over rows or keys
-        error = tolerance.worst(ours, want)
-        assert error <= bar, f"d{which}: error {error:.2e}, bar {bar:.2e}"
+        found[f"d{which}"] = tolerance.worst(ours, want), bar
+    return found
+
+
+def check(case: Case, got) -> None:
+    for which, (error, bar) in errors(case, got).items():
+        assert error <= bar, f"{which}: error {error:.2e}, bar {bar:.2e}"
 
 
 # Few compiled kernels (a spec each), many lengths.
@@ -210,17 +217,17 @@ ORDERED = [
     Case((300, 400), (2, 1), head_dim=64, causal=True, deterministic=True),
     Case((200, 800), head_dim=128, deterministic=True),
     Case((300, 800), (2, 1), head_dim=128, causal=True, dtype="fp16", deterministic=True),
+    Case((200, 520), (2, 1), head_dim=192, causal=True, deterministic=True),
 ]
 
 
-@pytest.mark.parametrize("resident", [1, 2, 3, None])
 @pytest.mark.parametrize("case", ORDERED, ids=str)
-def test_the_same_bits_in_every_schedule(case: Case, resident) -> None:
-    """Also where only a few clusters are there at once, in the order of the launch."""
+def test_the_same_bits_in_every_schedule(case: Case) -> None:
+    """Sixteen, also where only a few clusters are there at once, in the order of the launch."""
     want, _ = run(case)
     check(case, want)
-    for seed in range(4):
-        got, _ = run(case, f"random:{seed}", resident=resident)
+    for seed in range(16):
+        got, _ = run(case, f"random:{seed}", resident=(1, 2, 3, None)[seed % 4])
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), seed
 
 
