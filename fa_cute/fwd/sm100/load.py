@@ -25,7 +25,6 @@ class Load:
     def run(self, cx: FwdCtx):
         a, s = cx.args, cx.smem
         tile_m, tile_n = cx.cfg.tile_m, cx.cfg.tile_n
-        k_parts, v_parts = cx.cfg.kv_parts
         qk, pv = a.tiled_mma_qk.get_slice(0), a.tiled_mma_pv.get_slice(0)
         no_multicast = (0, cute.make_layout(1))
 
@@ -61,45 +60,37 @@ class Load:
                         a.tma_q, tQgQ[None, m_block], tQsQ[None, t], tma_bar_ptr=q_free.barrier
                     )
                     if cutlass.const_expr(t == 0):
-                        for part in cutlass.range_constexpr(k_parts):
-                            k_free = kv.acquire_and_advance()
-                            cute.copy(
-                                a.tma_k,
-                                tKgK[None, n_block, part],
-                                tKsK[None, k_free.index],
-                                tma_bar_ptr=k_free.barrier,
-                            )
-                for part in cutlass.range_constexpr(v_parts):
-                    v_free = kv.acquire_and_advance()
-                    cute.copy(
-                        a.tma_v,
-                        tVgV[None, n_block * v_parts + part],
-                        tVsV[None, v_free.index],
-                        tma_bar_ptr=v_free.barrier,
-                    )
+                        kv = _load_k(cx, kv, tKgK, tKsK, n_block)
+                kv = _load_v(cx, kv, tVgV, tVsV, n_block)
                 for i in cutlass.range(blocks.hi - 1 - blocks.lo, unroll=1):
-                    n = n_block - 1 - i
-                    for part in cutlass.range_constexpr(k_parts):
-                        k_free = kv.acquire_and_advance()
-                        cute.copy(
-                            a.tma_k,
-                            tKgK[None, n, part],
-                            tKsK[None, k_free.index],
-                            tma_bar_ptr=k_free.barrier,
-                        )
-                    for part in cutlass.range_constexpr(v_parts):
-                        v_free = kv.acquire_and_advance()
-                        cute.copy(
-                            a.tma_v,
-                            tVgV[None, n * v_parts + part],
-                            tVsV[None, v_free.index],
-                            tma_bar_ptr=v_free.barrier,
-                        )
+                    kv = _load_k(cx, kv, tKgK, tKsK, n_block - 1 - i)
+                    kv = _load_v(cx, kv, tVgV, tVsV, n_block - 1 - i)
             sched = sched.next()
             tile = sched.tile()
         # No copy may be in flight, and no release may land, after the CTA has left.
         q.tail()
         kv.tail()
+
+
+@cute.jit
+def _load_k(cx: FwdCtx, kv, tKgK, tKsK, n_block):
+    """K of a block, a part to a ring slot."""
+    for part in cutlass.range_constexpr(cx.cfg.kv_parts[0]):
+        free = kv.acquire_and_advance()
+        source, slot = tKgK[None, n_block, part], tKsK[None, free.index]
+        cute.copy(cx.args.tma_k, source, slot, tma_bar_ptr=free.barrier)
+    return kv
+
+
+@cute.jit
+def _load_v(cx: FwdCtx, kv, tVgV, tVsV, n_block):
+    """V of a block, a part to a ring slot."""
+    parts = cutlass.const_expr(cx.cfg.kv_parts[1])
+    for part in cutlass.range_constexpr(parts):
+        free = kv.acquire_and_advance()
+        source, slot = tVgV[None, n_block * parts + part], tVsV[None, free.index]
+        cute.copy(cx.args.tma_v, source, slot, tma_bar_ptr=free.barrier)
+    return kv
 
 
 def _operand(t: cute.Tensor) -> cute.Tensor:
