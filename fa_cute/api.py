@@ -90,10 +90,10 @@ def flash_attn_func(
                 q, k, v, (softmax_scale, causal, left, right, deterministic, backend)
             )
             return (out, lse) if return_lse else out
-        if _is_usual(q, softmax_scale, causal, window_size, (deterministic, backend, return_lse)):
-            out, lse = operators.attention(
-                q, k, v, (softmax_scale, causal, *window_size, deterministic, backend)
-            )
+        if _is_usual(q, softmax_scale, causal, window_size, deterministic, backend, return_lse):
+            left, right = window_size
+            options = (softmax_scale, causal, left, right, backend)
+            out, lse = operators.attention(q, k, v, options, deterministic)
             return (out, lse) if return_lse else out
     problem = AttnProblem.of(
         q,
@@ -109,9 +109,9 @@ def flash_attn_func(
         raise ArgumentError(f"return_lse is {return_lse!r}; it must be True or False")
     deterministic = wants_determinism(deterministic)
     left, right = (-1 if side is None else side for side in problem.window)
-    options = (problem.softmax_scale, causal, left, right, deterministic, backend)
+    options = (problem.softmax_scale, causal, left, right, backend)
     if operators.stands_in(q) and backend != "reference":  # plain torch finds its own way
-        out, lse = operators.attention(q, k, v, options)
+        out, lse = operators.attention(q, k, v, options, deterministic)
         return (out, lse) if return_lse else out
     chosen = resolve_backend(backend, problem, q)
     if chosen == "reference":
@@ -120,19 +120,18 @@ def flash_attn_func(
     else:
         _require_kernels(problem, q, wants_grad(q, k, v, learnable_sink), deterministic)
         check_layout(q=q, k=k, v=v)
-        out, lse = operators.attention(q, k, v, options)
+        out, lse = operators.attention(q, k, v, options, deterministic)
     return (out, lse) if return_lse else out
 
 
-def _is_usual(q, softmax_scale, causal, window_size, how) -> bool:
+def _is_usual(q, softmax_scale, causal, window_size, deterministic, backend, return_lse) -> bool:
     """Whether the operator, which validates tensors but not the types of options, can be called.
 
     Only where it remembers what it validated: elsewhere an error should come from here.
     """
-    deterministic, backend, return_lse = how
     return (
         type(q) in dispatch._PLAIN
-        and q.device.type == dispatch._REPEATED
+        and getattr(q, dispatch._REPEATED)
         and (softmax_scale is None or type(softmax_scale) is float)
         and (causal is True or causal is False)
         and type(window_size) is tuple
@@ -199,10 +198,10 @@ def flash_attn_varlen_func(
         left, right = (-1 if side is None else side for side in window_size)
         options = (softmax_scale, causal, left, right, deterministic, backend)
         tensors = lengths.rows(q, k, v)
-        out, lse = torch.ops.fa_cute.varlen_fwd(*tensors, *lengths.tensors, *options)
-    elif plain and _is_usual(q, softmax_scale, causal, window_size, how):
-        options = (softmax_scale, causal, *window_size, deterministic, backend)
-        out, lse = operators_varlen.attention(*lengths.rows(q, k, v), lengths, options)
+        out, lse = torch.ops.fa_cute.varlen_fwd(*tensors, *lengths, *options)
+    elif plain and _is_usual(q, softmax_scale, causal, window_size, *how):
+        options, tensors = (softmax_scale, causal, *window_size, backend), lengths.rows(q, k, v)
+        out, lse = operators_varlen.attention(*tensors, lengths, options, deterministic)
     else:
         lengths.require_any()
         check_tensors(q, k, v, learnable_sink, lengths.packed)
@@ -224,16 +223,16 @@ def _any_varlen(tensors, lengths: Lengths, options, sink, how):
         raise ArgumentError(f"return_lse is {return_lse!r}; it must be True or False")
     deterministic = wants_determinism(deterministic)
     left, right = (-1 if side is None else side for side in problem.window)
-    options = (problem.softmax_scale, problem.causal, left, right, deterministic, backend)
+    options = (problem.softmax_scale, problem.causal, left, right, backend)
     if operators.stands_in(q) and backend != "reference":  # plain torch finds its own way
-        return operators_varlen.attention(q, k, v, lengths, options)
+        return operators_varlen.attention(q, k, v, lengths, options, deterministic)
     chosen = resolve_backend(backend, problem, q)
     if chosen == "reference":
         out, lse = Call(problem, None, chosen).reference(q, k, v, sink, lengths)
         return out.to(q.dtype), lse.float()
     _require_kernels(problem, q, wants_grad(q, k, v, sink), deterministic)
     check_layout(q=q, k=k, v=v)
-    return operators_varlen.attention(q, k, v, lengths, options)
+    return operators_varlen.attention(q, k, v, lengths, options, deterministic)
 
 
 def _require_kernels(problem: AttnProblem, q, grad: bool, deterministic: bool) -> None:

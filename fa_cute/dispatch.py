@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from operator import is_
 
 import torch
 
@@ -19,27 +20,35 @@ from .problem import (
     AttnProblem,
     as_kernels_read,
     autocast_hint,
+    check_dlse,
+    check_filled,
     check_layout,
+    check_like,
     check_plain,
     in_memory,
+    packed,
 )
 
 BACKENDS = ("auto", "cuda", "sim", "reference")
 SWITCHES = ("FA_CUTE_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC")
+_ENVIRON = os.environ._data  # what os.environ looks into; its own methods take 0.7 us
+_BACKEND, *_SWITCHES = (os.fsencode(name) for name in ("FA_CUTE_BACKEND", *SWITCHES))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def wants_grad(*tensors) -> bool:
     """Whether autograd would record this call."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def wants_determinism(deterministic) -> bool:
     """The argument, or where it is None what torch and the environment ask for."""
     if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled() or any(
-            os.environ.get(name) == "1" for name in SWITCHES
-        )
+        return torch.are_deterministic_algorithms_enabled() or b"1" in map(_ENVIRON.get, _SWITCHES)
     if not isinstance(deterministic, bool):
         raise ArgumentError(f"deterministic is {deterministic!r}; it must be True, False or None")
     return deterministic
@@ -132,28 +141,34 @@ class Call:
     plain: bool = False  # no stride of the inputs needs `plain_strides`
     given: tuple[bool, bool, bool, bool] = NO_LENGTHS  # which lengths there are
 
+    forward_ints = 0  # scratch of the forward, in a varlen call
+
+    @cached_property
+    def launches(self) -> bool:
+        """Whether a kernel runs: there is something to compute, and plain torch is not to do it."""
+        return self.backend != "reference" and self.problem.has_work
+
     @cached_property
     def resolved(self):
         """The compiled forward and its config."""
         return launch.resolve(self.problem, self.arch, self.backend, self.given)
 
     @cached_property
-    def _rest(self) -> tuple:
+    def _numbers(self) -> tuple:
         p = self.problem
-        return launch.rest(p.softmax_scale, self.num_sms, p.limits)
+        return p.softmax_scale, self.num_sms, p.limits
+
+    @cached_property
+    def _rest(self) -> tuple:
+        return launch.rest(*self._numbers)
 
     def rest(self, q, lengths, ints: int) -> tuple:
         """What kernels take after their tensors; ``ints`` of scratch for a list of tiles."""
         return self._rest
 
-    @property
-    def forward_ints(self) -> int:
-        """Scratch of the forward."""
-        return 0
-
     def require_gradient(self, deterministic: bool) -> None:
         """Raise before the forward runs if the backward could not."""
-        if self.backend == "reference" or deterministic in self._differentiable:
+        if deterministic in self._differentiable or self.backend == "reference":
             return
         reasons = tune.missing_backward(self.problem, self.arch, deterministic)
         if reasons:
@@ -165,11 +180,37 @@ class Call:
         """The values of ``deterministic`` that were found to have a backward."""
         return set()
 
+    @cached_property
+    def _results(self) -> tuple:
+        """Shape, strides and dtype of out and of lse."""
+        p = self.problem
+        batch = () if p.varlen else (p.batch,)
+        out = packed(*batch, p.seqlen_q, p.heads, p.head_dim_v)
+        return (*out, p.torch_dtype), (*packed(*batch, p.heads, p.seqlen_q), torch.float32)
+
+    @cached_property
+    def _gradients(self) -> tuple:
+        """Those of dq, dk and dv."""
+        p = self.problem
+        batch = () if p.varlen else (p.batch,)
+        rows_q, rows_k = (*batch, p.seqlen_q, p.heads), (*batch, p.seqlen_k, p.heads_kv)
+        found = (packed(*rows_q, p.head_dim), packed(*rows_k, p.head_dim))
+        return tuple((*at, p.torch_dtype) for at in (*found, packed(*rows_k, p.head_dim_v)))
+
     def outputs(self, q):
         """out and lse, uninitialised."""
-        p = self.problem
-        out = q.new_empty((p.batch, p.seqlen_q, p.heads, p.head_dim_v))  # torch.empty takes longer
-        return out, q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
+        empty, (out, lse) = launch.allocator(q), self._results
+        return empty(*out), empty(*lse)
+
+    def gradients(self, q):
+        """dq, dk and dv, uninitialised."""
+        empty, (dq, dk, dv) = launch.allocator(q), self._gradients
+        return empty(*dq), empty(*dk), empty(*dv)
+
+    def check_results(self, q, **given) -> None:
+        """out, lse and dout, as far as given: what this call returns."""
+        (out, _, dtype), (lse, _, of_lse) = self._results
+        check_like(((out, dtype), (lse, of_lse), (out, dtype)), q.device, **given)
 
     def run(self, q, k, v, lengths: Lengths | None = None):
         """out and lse."""
@@ -178,22 +219,29 @@ class Call:
         return out, lse
 
     def forward(self, q, k, v, out, lse, lengths: Lengths | None = None) -> None:
-        """Fill out and lse."""
-        p = self.problem
-        if q.requires_grad or k.requires_grad or v.requires_grad:  # DLPack refuses them
-            q, k, v = q.detach(), k.detach(), v.detach()
-        if not p.has_work:
-            out.zero_()
-            lse.fill_(float("-inf"))
-        elif self.backend == "reference":
-            found = self.reference(q, k, v, lengths=lengths)
+        """Fill out and lse, whose strides are those of `outputs` or `launch.plain_strides`."""
+        if not self.launches:
+            self._without_kernel(q, k, v, out, lse, lengths)
+            return
+        if not self.plain:
+            q, k, v = (launch.plain_strides(t) for t in (q, k, v))
+        rest = self.rest(q, lengths, self.forward_ints)
+        launch.forward((q, k, v, out, lse), self.resolved, rest, self.arch)
+
+    def fill(self, q, k, v, out, lse, lengths: Lengths | None = None) -> None:
+        """The same for out and lse of the caller's."""
+        self.check_results(q, out=out, lse=lse)
+        check_filled(out=out)
+        self.forward(q, k, v, launch.plain_strides(out), lse, lengths)
+
+    def _without_kernel(self, q, k, v, out, lse, lengths: Lengths | None) -> None:
+        if self.problem.has_work:
+            found = self.reference(q.detach(), k.detach(), v.detach(), lengths=lengths)
             out.copy_(found[0])
             lse.copy_(found[1])
         else:
-            if not self.plain:
-                q, k, v, out = (launch.plain_strides(t) for t in (q, k, v, out))
-            rest = self.rest(q, lengths, self.forward_ints)
-            launch.forward((q, k, v, out, lse), self.resolved, rest, self.arch)
+            out.zero_()
+            lse.fill_(float("-inf"))
 
     def reference(self, q, k, v, sink=None, lengths: Lengths | None = None):
         """The same in plain torch, in float32 or float64."""
@@ -208,27 +256,37 @@ class Call:
 
     def backward(self, saved, dout, dlse, deterministic: bool, grads, lengths=None) -> None:
         """Fill ``grads`` = (dq, dk, dv) from ``saved`` = (q, k, v, out, lse)."""
-        saved = tuple(t.detach() for t in saved)
+        tensors = (*saved, dout, dlse)
+        key = gradient_key(*tensors[3:], deterministic)
+        found = self._seen.get(key)
+        if found is None:
+            self.check_results(saved[0], out=saved[3], lse=saved[4], dout=dout)
+            check_dlse(dlse, saved[4])
+            self.require_gradient(deterministic)
+            if not self.launches:
+                self._gradients_without_kernel(tensors, grads, lengths)
+                return
+            given, tensors = tensors, _readable(*tensors)
+            found = self._backward(deterministic, dlse is not None)
+            if key is not None and all(map(is_, given, tensors)):
+                remember(self._seen, key, found)
+        rest = self.rest(tensors[0], lengths, found.ints)
+        launch.run_backward(tensors, grads, found, rest, self.arch)
+
+    def _gradients_without_kernel(self, tensors, grads, lengths: Lengths | None) -> None:
         p = self.problem
         if not p.has_work:
             for grad in grads:
                 grad.zero_()
             return
-        dout = as_kernels_read(dout.detach())
-        if dlse is not None:
-            dlse = in_memory(dlse.detach()).float().contiguous()
-        if self.backend == "reference":
-            options = {"dlse": dlse, "window": p.window, "dtype": _wide(dout)}
-            args, find = (p.softmax_scale, p.causal), reference.gradients
-            if lengths is not None:
-                args = (lengths.sequences(*saved[:2]), *args)
-                find = reference.gradients_of_sequences
-            for grad, value in zip(grads, find(dout, *saved[:3], *args, **options)):
-                grad.copy_(value)
-            return
-        found = self._backward(deterministic, dlse is not None)
-        rest = self.rest(saved[0], lengths, found.ints)
-        launch.run_backward((*saved, dout, dlse), grads, found, rest, self.arch)
+        q, k, v, _, _, dout, dlse = (None if t is None else in_memory(t.detach()) for t in tensors)
+        options = {"dlse": dlse, "window": p.window, "dtype": _wide(dout)}
+        args, find = (p.softmax_scale, p.causal), reference.gradients
+        if lengths is not None:
+            args = (lengths.sequences(q, k), *args)
+            find = reference.gradients_of_sequences
+        for grad, value in zip(grads, find(dout, q, k, v, *args, **options)):
+            grad.copy_(value)
 
     def _backward(self, deterministic: bool, has_dlse: bool) -> launch.Backward:
         """The compiled backward: looked for once, since its config checks its whole plan."""
@@ -242,6 +300,11 @@ class Call:
 
     @cached_property
     def _backwards(self) -> dict[tuple[bool, bool], launch.Backward]:
+        return {}
+
+    @cached_property
+    def _seen(self) -> dict[tuple, launch.Backward]:
+        """The same by `gradient_key`, for tensors that were checked and can be read as they are."""
         return {}
 
 
@@ -258,14 +321,15 @@ class VarlenCall(Call):
 
     def rest(self, q, lengths, ints: int) -> tuple:
         """What kernels take after their tensors; ``ints`` of scratch for a list of tiles."""
-        p, tiles = self.problem, launch.scratch(q, ints)
-        return launch.rest(p.softmax_scale, self.num_sms, p.limits, lengths.tensors, tiles)
+        return launch.rest(*self._numbers, lengths, launch.scratch(q, ints))
 
-    def outputs(self, q):
-        """out and lse, uninitialised."""
-        p = self.problem
-        out = q.new_empty((p.seqlen_q, p.heads, p.head_dim_v))
-        return out, q.new_empty((p.heads, p.seqlen_q), dtype=torch.float32)
+
+def _readable(q, k, v, out, lse, dout, dlse) -> tuple:
+    """The same values where kernels can read them: these tensors, or others."""
+    q, k, v, out, dout = (launch.plain_strides(t) for t in (q, k, v, out, as_kernels_read(dout)))
+    if dlse is not None:
+        dlse = in_memory(dlse).float().contiguous()
+    return q, k, v, out, lse, dout, dlse
 
 
 def _wide(t) -> torch.dtype:
@@ -274,51 +338,91 @@ def _wide(t) -> torch.dtype:
 
 _seen: dict[tuple, Call] = {}  # calls that were validated
 _SEEN_LIMIT = 4096
-_REPEATED = "cuda"  # on CPU tensors the environment and the open session decide
+_REPEATED = "is_cuda"  # on CPU tensors the environment and the open session decide
 
 
-def call_of(q, k, v, options: Options | tuple, lengths: Lengths | None = None) -> Call:
+def call_of(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call:
     """The call of the operators for these tensors; raises what is wrong with it.
 
-    ``options`` are the fields of `Options`, in a tuple where that is quicker.
+    ``options`` are the fields of `Options`.
     """
-    key = repeat_key(q, k, v, options)
-    if key is not None and lengths is not None:
-        key = (*key, lengths.key)
+    key = repeat_key(q, k, v, options, lengths)
     call = _seen.get(key)
     if call is None:
-        options = options if isinstance(options, Options) else Options(*options)
-        call = _validated(q, k, v, options, lengths)
+        call = _validated(q, k, v, Options(*options), lengths)
         if key is not None and call.problem.has_work:
-            if len(_seen) >= _SEEN_LIMIT:
-                _seen.clear()
             plain = all(launch.plain_strides(t) is t for t in (q, k, v))
-            call = _seen[key] = replace(call, plain=plain)
+            call = remember(_seen, key, replace(call, plain=plain))
     return call
 
 
-def repeat_key(q, k, v, options) -> tuple | None:
+def seen(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call | None:
+    """The same if it was validated before, for plain tensors; else None."""
+    return _seen.get(repeat_key(q, k, v, options, lengths))
+
+
+def remember(table: dict, key: tuple, value):
+    """Put the value into a table that does not grow for ever."""
+    if len(table) >= _SEEN_LIMIT:
+        table.clear()
+    table[key] = value
+    return value
+
+
+def repeat_key(q, k, v, options: tuple, lengths: Lengths | None = None) -> tuple | None:
     """What tells this call from others that were validated; None where validation must look.
 
     Two equal keys give the same answers to all questions of `AttnProblem.of`, `tune` and
-    `check_layout`; the operators' schemas have fixed the types of the options.
+    `check_layout`; the operators' schemas have fixed the types of the options. No number in
+    ``lengths`` is part of it.
     """
     if (
         type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
-        or q.device.type != _REPEATED
+        or not getattr(q, _REPEATED)
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGN_BYTES
         or q.is_neg()
         or k.is_neg()
         or v.is_neg()
     ):
         return None
+    of_lengths = None
+    if lengths is not None:
+        of_lengths = tuple([_key_of_length(t) for t in lengths])
+        if False in of_lengths:
+            return None
     return (
         (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        (q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device()),
         options,
-        os.environ.get("FA_CUTE_BACKEND"),
+        of_lengths,
+        _ENVIRON.get(_BACKEND),
+    )
+
+
+def _key_of_length(t) -> tuple | bool | None:
+    if t is None:
+        return None
+    return type(t) in _PLAIN and (t.dtype, t.get_device(), t.shape, t.stride())
+
+
+def gradient_key(out, lse, dout, dlse, deterministic: bool) -> tuple | None:
+    """What tells a backward from others of one call; None where `Call.backward` must look."""
+    if (
+        type(dout) not in _PLAIN
+        or dout._is_zerotensor()
+        or dout.is_neg()
+        or (out.data_ptr() | dout.data_ptr()) % ALIGN_BYTES
+        or (dlse is not None and (dlse._is_zerotensor() or dlse.is_neg()))
+    ):
+        return None
+    return (
+        (out.shape, lse.shape, dout.shape, out.stride(), lse.stride(), dout.stride()),
+        (out.dtype, lse.dtype, dout.dtype),
+        (out.get_device(), lse.get_device(), dout.get_device()),
+        None if dlse is None else (dlse.shape, dlse.stride(), dlse.dtype, dlse.get_device()),
+        deterministic,
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from .arch import Arch
 from .bwd.args import BwdSpec, Sizes, workspace_floats
 from .errors import FaCuteError, UnsupportedError
 from .plan import show
-from .problem import AttnProblem
+from .problem import AttnProblem, plain_strides
 
 MOST_INDEX = 2**31 - 1  # of 32 bits
 NONE = (None,) * len(compile.LENGTHS)  # of the lengths of a varlen call
 _one_machine = threading.RLock()  # a process simulates one machine at a time
+# Without what torch.cuda.current_device and torch.empty_strided do beside (1 us in all of it).
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_empty_on_current_device = torch._C._dynamo.guards._empty_strided_cuda
 
 
 def capability(index: int) -> tuple[int, int]:
@@ -111,6 +114,9 @@ def backward(
 
     ``lengths``: as in `rest`.
     """
+    tensors, grads = (
+        tuple(None if t is None else plain_strides(t) for t in given) for given in (tensors, grads)
+    )
     given = tuple(t is not None for t in lengths)
     found = resolve_backward(spec, problem, arch, backend, tensors[6] is not None, given)
     q = tensors[0]
@@ -142,26 +148,36 @@ def resolve_backward(
 
 
 def run_backward(tensors, grads, found: Backward, rest: tuple, arch: Arch) -> None:
-    """`backward` by what `resolve_backward` gave."""
-    work = tensors[0].new_empty((found.floats,), dtype=torch.float32)
-    args = [None if t is None else plain_strides(t) for t in (*tensors, *grads)]
-    _run(found.kernel, (*args, work, *rest), arch, found.cfg)
+    """`backward` by what `resolve_backward` gave, for `plain_strides`."""
+    work = allocator(tensors[0])((found.floats,), (1,), torch.float32)
+    _run(found.kernel, (*tensors, *grads, work, *rest), arch, found.cfg)
 
 
 def scratch(q, ints: int):
     """Uninitialised memory for the list of tiles; None where there is none."""
-    return q.new_empty((ints,), dtype=torch.int32) if ints else None
+    return allocator(q)((ints,), (1,), torch.int32) if ints else None
+
+
+def allocator(q) -> Callable:
+    """What makes uninitialised tensors on the device of q: (shape, strides, dtype) -> tensor."""
+    if q.is_cuda and q.get_device() == _current_device():
+        return _empty_on_current_device
+    return partial(_empty, q)
+
+
+def _empty(q, shape, strides, dtype):
+    return q.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _run(kernel, args, arch: Arch, cfg) -> None:
     """Call a compiled function on its tensors' device."""
-    device = args[0].device
-    if device.type == "cpu":
+    q = args[0]
+    if not q.is_cuda:
         _simulate(kernel, args, arch, cfg)
-    elif device.index == torch.cuda.current_device():
+    elif q.get_device() == _current_device():
         kernel(*args)
     else:
-        with torch.cuda.device(device):
+        with torch.cuda.device(q.device):
             kernel(*args)
 
 
@@ -193,25 +209,3 @@ def _simulate(kernel, args, arch: Arch, cfg) -> None:
         options = {"schedule": simulated_schedule(), "plan": plan_names(cfg)}
         with host.session(arch, dsl=False, **options):
             kernel(*args)
-
-
-def plain_strides(t: torch.Tensor) -> torch.Tensor:
-    """The same elements with the strides of dimensions of size 1 replaced.
-
-    torch leaves those strides arbitrary, while the kernels declare every stride a multiple of 16
-    bytes.
-    """
-    shape = t.shape
-    if 1 not in shape:
-        return t
-    for n, s in zip(shape, t.stride()):
-        if n == 1 and (s % 8 or s <= 0):
-            break
-    else:
-        return t  # as good as packed: most tensors
-    strides, packed = list(t.stride()), 1
-    for dim in reversed(range(t.ndim)):
-        if t.shape[dim] == 1:
-            strides[dim] = packed
-        packed = max(packed, strides[dim] * t.shape[dim])
-    return t if strides == list(t.stride()) else t.as_strided(t.shape, strides)

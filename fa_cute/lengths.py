@@ -12,7 +12,6 @@ The numbers stay on the device: nothing here waits for it, but `sequences` and `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,9 +33,8 @@ class Sequence(NamedTuple):
     len_k: int
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """int32 tensors, None where not given; not all are None."""
+class Lengths(NamedTuple):
+    """int32 tensors in the order of `NAMES`, None where not given; not all are None."""
 
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
@@ -44,27 +42,14 @@ class Lengths:
     used_k: torch.Tensor | None = None
 
     @property
-    def tensors(self) -> tuple:
-        """All four, in the order of `NAMES`."""
-        return self.cu_q, self.cu_k, self.used_q, self.used_k
-
-    @property
     def given(self) -> tuple[bool, bool, bool, bool]:
         """Which of them there are."""
-        return tuple(t is not None for t in self.tensors)
-
-    @property
-    def key(self) -> tuple:
-        """What tells these from others that were validated; no number of theirs."""
-        return tuple(
-            None if t is None else (type(t), t.dtype, t.device, t.shape, t.stride())
-            for t in (self.cu_q, self.cu_k, self.used_q, self.used_k)
-        )
+        return tuple(t is not None for t in self)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Those that there are, by the names that callers know."""
-        return {name: t for name, t in zip(NAMES, self.tensors, strict=True) if t is not None}
+        return {name: t for name, t in zip(NAMES, self, strict=True) if t is not None}
 
     @property
     def packed(self) -> tuple[bool, bool]:
@@ -169,13 +154,13 @@ class Lengths:
 def check_longest(**given) -> None:
     """max_seqlen_q, max_seqlen_k: whole numbers, or tensors of one; which does not matter."""
     for name, most in given.items():
+        if most is None or (type(most) is int and most >= 0):
+            continue
         if isinstance(most, torch.Tensor):
             if most.ndim == 0 and not (most.is_floating_point() or most.is_complex()):
                 continue
             most = f"a tensor {tuple(most.shape)} {str(most.dtype).removeprefix('torch.')}"
-        elif most is None or (
-            isinstance(most, (int, torch.SymInt)) and not isinstance(most, bool) and most >= 0
-        ):
+        elif isinstance(most, (int, torch.SymInt)) and not isinstance(most, bool) and most >= 0:
             continue
         raise ArgumentError(
             f"{name} is {most}; it must be an int, an integer tensor of 0 dimensions, or None"

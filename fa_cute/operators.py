@@ -17,9 +17,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import dispatch
-from .dispatch import _PLAIN, Options, wants_determinism
-from .errors import ArgumentError, UnsupportedError
-from .problem import check_filled, check_tensors, describe, normalise_window
+from .dispatch import _PLAIN, wants_determinism
+from .errors import UnsupportedError
+from .problem import check_filled, check_like, check_tensors, normalise_window, plain_strides
 
 OPTIONS = (
     "float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1"
@@ -43,9 +43,11 @@ _fwd = torch.ops.fa_cute.fwd.default
 _fwd_out = torch.ops.fa_cute.fwd_out.default
 _bwd = torch.ops.fa_cute.bwd.default
 _bwd_out = torch.ops.fa_cute.bwd_out.default
+_BWD_DEFAULTS = (None, False, -1, -1, False, "auto")  # of its options
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 transforming = torch._C._are_functorch_transforms_active
+_tracing, _profiling = torch._C._get_tracing_state, torch.autograd._profiler_enabled
 
 
 def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"):
@@ -53,63 +55,33 @@ def _run_fwd(q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic
 
 
 def _run_fwd_out(q, k, v, out, lse, *options):
-    call = dispatch.call_of(q, k, v, Options(*options))
-    check_like(_results(call, q), q.device, out=out, lse=lse)
-    check_filled(out=out)
-    call.forward(q, k, v, out, lse)
+    dispatch.call_of(q, k, v, options).fill(q, k, v, out, lse)
 
 
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
-    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))  # torch.empty takes longer
-    _differentiate((q, k, v, out, lse), dout, dlse, options, grads)
+    call, deterministic = _call_of(q, k, v, options)
+    grads = call.gradients(q)
+    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads)
     return grads
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
-    check_like([(t.shape, t.dtype) for t in (q, k, v)], q.device, dq=dq, dk=dk, dv=dv)
-    check_filled(dq=dq, dk=dk, dv=dv)
-    _differentiate((q, k, v, out, lse), dout, dlse, options, (dq, dk, dv))
+    grads = check_gradients((q, k, v), dq=dq, dk=dk, dv=dv)
+    call, deterministic = _call_of(q, k, v, options)
+    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads)
 
 
-def _differentiate(saved, dout, dlse, options, grads) -> None:
-    scale, causal, left, right, deterministic, how = (
-        *options,
-        *(None, False, -1, -1, False, "auto")[len(options) :],
-    )
-    q, k, v, out, lse = saved
-    call = dispatch.call_of(q, k, v, (scale, causal, left, right, how))
-    of_out, of_lse = _results(call, q)
-    check_like((of_out, of_lse, of_out), q.device, out=out, lse=lse, dout=dout)
-    check_dlse(dlse, lse)
-    call.require_gradient(deterministic)
-    call.backward(saved, dout, dlse, deterministic, grads)
+def _call_of(q, k, v, options: tuple):
+    """The call and ``deterministic`` for the options of a backward, whose defaults are left out."""
+    scale, causal, left, right, deterministic, how = (*options, *_BWD_DEFAULTS[len(options) :])
+    return dispatch.call_of(q, k, v, (scale, causal, left, right, how)), deterministic
 
 
-def _results(call, q):
-    """Shape and dtype of out and of lse."""
-    p = call.problem
-    out = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
-    return (out, q.dtype), ((p.batch, p.heads, p.seqlen_q), torch.float32)
-
-
-def check_dlse(dlse, lse) -> None:
-    """A gradient of lse, if there is one; any dtype and strides."""
-    if dlse is not None and (dlse.shape != lse.shape or dlse.device != lse.device):
-        raise ArgumentError(
-            f"dlse must have the shape and device of lse\n{describe(dlse=dlse, lse=lse)}"
-        )
-
-
-def check_like(wanted, device, **given) -> None:
-    """Results and gradients that a caller hands in: shape, dtype and device, and lse contiguous."""
-    for (shape, dtype), (name, t) in zip(wanted, given.items()):
-        if t.device != device:
-            raise ArgumentError(f"{name} must be on the device of q, {device}\n{describe(**given)}")
-        if t.shape != shape or t.dtype != dtype:
-            kind = str(dtype).removeprefix("torch.")
-            raise ArgumentError(f"{name} must be {tuple(shape)} {kind}\n{describe(**given)}")
-        if name == "lse" and not t.is_contiguous():
-            raise ArgumentError(f"lse must be contiguous\n{describe(**given)}")
+def check_gradients(inputs, **given) -> tuple:
+    """Gradients that a caller hands in, as kernels write them."""
+    check_like([(t.shape, t.dtype) for t in inputs], inputs[0].device, **given)
+    check_filled(**given)
+    return tuple(map(plain_strides, given.values()))
 
 
 def _fake_fwd(q, k, v, *options, **named):
@@ -188,79 +160,116 @@ def _gradients(*inputs):
 
 def refuse_tangents(*tensors) -> None:
     """Forward-mode AD would take the results for constants: an error instead."""
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
         raise UnsupportedError(
             "flash_attn_func has no forward-mode derivative (torch.func.jvp, dual tensors); "
             "backend='reference' has one"
         )
 
 
-def _autograd_fwd(q, k, v, *options):
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v)
-    if dispatch.wants_grad(q, k, v):
-        scale, causal, left, right, deterministic, how = (
-            *options,
-            *(None, False, -1, -1, None, "auto")[len(options) :],
-        )
-        options = (scale, causal, left, right, wants_determinism(deterministic), how)
-        return below_transforms(FlashAttn, q, k, v, options, None)
-    with below_autograd():
-        return _fwd(q, k, v, *options)
+def undisturbed() -> bool:
+    """Whether there is no mode, transform, dual level, tracer or profiler."""
+    return (
+        _modes() == 0
+        and _functions() == 0
+        and forward_ad._current_level < 0
+        and not transforming()
+        and _tracing() is None
+        and not _profiling()
+    )
 
 
-def recorded(function):
-    """How to apply an autograd function: without a look at signatures where nobody needs one."""
-    return function.apply if transforming() else super(torch.autograd.Function, function).apply
+def nobody_watches(q, k, v) -> bool:
+    """Whether the dispatcher would only call the kernel: being asked costs some microseconds."""
+    return undisturbed() and _plain(q, k, v)
+
+
+def _plain(*tensors) -> bool:
+    return all(type(t) in _PLAIN and not t.is_meta for t in tensors)
+
+
+def known(q, k, v, options: tuple, lengths=None):
+    """The validated call where nobody watches; None where the dispatcher is to be asked."""
+    if not undisturbed():
+        return None
+    call = dispatch.seen(q, k, v, options, lengths)
+    if call is None and _plain(q, k, v):
+        call = dispatch.call_of(q, k, v, options, lengths)
+    return call
+
+
+def without_signatures(function):
+    """How to apply an autograd function where torch.func, which looks at them, does nothing."""
+    return super(torch.autograd.Function, function).apply
+
+
+_attend = without_signatures(FlashAttn)
+
+
+def recorded(function, *inputs):
+    """Apply an autograd function."""
+    return (function.apply if transforming() else without_signatures(function))(*inputs)
 
 
 def below_transforms(function, *inputs):
     """The same where the dispatcher is at autograd already: torch.func has done its part above."""
-    apply = super(torch.autograd.Function, function).apply
+    apply = without_signatures(function)
     if not transforming():
         return apply(*inputs)
     with enable_single_level_autograd_function():
         return apply(*inputs)
 
 
-def attention(q, k, v, options):
+def _autograd_fwd(
+    q, k, v, scale=None, causal=False, left=-1, right=-1, deterministic=None, how="auto"
+):
+    options = (scale, causal, left, right, how)
+    call = known(q, k, v, options)
+    if call is not None:
+        return _run_known(call, q, k, v, options, deterministic)
+    return _dispatched(below_transforms, q, k, v, options, deterministic)
+
+
+def attention(q, k, v, options: tuple, deterministic):
     """``torch.ops.fa_cute.fwd`` as the dispatcher would run it, in less host time.
 
-    ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
+    ``options``: the fields of `dispatch.Options`.
     """
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v)
+    call = known(q, k, v, options)
+    if call is not None:
+        return _run_known(call, q, k, v, options, deterministic)
+    require_gradient(q, k, v, options, deterministic)
+    return _dispatched(recorded, q, k, v, options, deterministic)
+
+
+def _run_known(call, q, k, v, options: tuple, deterministic):
+    """`attention` where the dispatcher has nothing to do."""
     if not dispatch.wants_grad(q, k, v):
-        if nobody_watches(q, k, v):
-            return _run_fwd(q, k, v, *options)
-        with below_autograd():
-            return _fwd(q, k, v, *options)
-    *rest, deterministic, how = options
+        return call.run(q, k, v)
     deterministic = wants_determinism(deterministic)
-    options = (*rest, deterministic, how)
-    call, alone = None, nobody_watches(q, k, v)
-    if alone or not stands_in(q):
-        call = dispatch.call_of(q, k, v, (*rest, how))
-        call.require_gradient(deterministic)
-    return recorded(FlashAttn)(q, k, v, options, call if alone else None)
+    call.require_gradient(deterministic)
+    scale, causal, left, right, how = options
+    return _attend(q, k, v, (scale, causal, left, right, deterministic, how), call)
 
 
-def nobody_watches(q, k, v) -> bool:
-    """Whether the dispatcher would only call the kernel: no mode, transform, tracer or profiler.
+def _dispatched(apply, q, k, v, options: tuple, deterministic):
+    """`attention` through the dispatcher; ``apply`` records the autograd function."""
+    refuse_tangents(q, k, v)
+    scale, causal, left, right, how = options
+    if dispatch.wants_grad(q, k, v):
+        options = (scale, causal, left, right, wants_determinism(deterministic), how)
+        return apply(FlashAttn, q, k, v, options, None)
+    with below_autograd():
+        return _fwd(q, k, v, scale, causal, left, right, deterministic, how)
 
-    It costs some 10 microseconds to be asked.
-    """
-    return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and not (q.is_meta or k.is_meta or v.is_meta)
-        and _modes() == 0
-        and _functions() == 0
-        and not transforming()
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
-    )
+
+def require_gradient(q, k, v, options: tuple, deterministic, lengths=None) -> None:
+    """Raise before the forward runs if the backward could not, unless torch is to find out."""
+    if dispatch.wants_grad(q, k, v) and not any(map(stands_in, (q, k, v))):
+        call = dispatch.call_of(q, k, v, options, lengths)
+        call.require_gradient(wants_determinism(deterministic))
 
 
 def traced(q, k, v, options):
@@ -308,8 +317,12 @@ def flash_fwd(
     """
     left, right = window_sides(window_size)
     if out is None and lse is None:
+        options = (softmax_scale, causal, left, right, backend)
+        call = known(q, k, v, options)
+        if call is not None:
+            return call.run(q, k, v)
         with torch.no_grad():
-            return attention(q, k, v, (softmax_scale, causal, left, right, False, backend))
+            return attention(q, k, v, options, False)
     if out is None or lse is None:
         new_out, new_lse = _fake_fwd(q, k, v)
         out, lse = new_out if out is None else out, new_lse if lse is None else lse
@@ -357,6 +370,9 @@ def flash_bwd(
 
 
 def window_sides(window_size) -> tuple[int, int]:
+    """The limits as operators take them."""
+    if window_size == (-1, -1):
+        return -1, -1
     left, right = normalise_window(window_size, False)
     return -1 if left is None else left, -1 if right is None else right
 

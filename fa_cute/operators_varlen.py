@@ -11,7 +11,6 @@ reads, so neither a synchronisation nor a compile depends on them (`lengths.Leng
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from . import dispatch
 from .dispatch import wants_determinism
@@ -23,16 +22,17 @@ from .operators import (
     OPTIONS,
     below_autograd,
     below_transforms,
-    check_dlse,
-    check_like,
+    check_gradients,
+    known,
     library,
     nobody_watches,
     recorded,
     refuse_tangents,
-    stands_in,
+    require_gradient,
     window_sides,
+    without_signatures,
 )
-from .problem import check_filled, check_tensors
+from .problem import check_tensors
 
 _LENGTHS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -58,52 +58,38 @@ _DEFAULTS = (None, None, None, None, None, False, -1, -1)  # of lengths and opti
 
 
 def _given(args: tuple, *last) -> tuple:
-    """Lengths, and options with their defaults: (softmax_scale, causal, left, right, *last)."""
-    args = (*args, *(*_DEFAULTS, *last)[len(args) :])
-    return Lengths(*args[:4]), args[4:]
+    """Lengths, options (the fields of `dispatch.Options`) and ``deterministic`` with their
+    defaults; ``last``: those of deterministic and backend.
+    """
+    given = (*args, *(*_DEFAULTS, *last)[len(args) :])
+    cu_q, cu_k, used_q, used_k, scale, causal, left, right, deterministic, how = given
+    lengths = Lengths(cu_q, cu_k, used_q, used_k)
+    return lengths, (scale, causal, left, right, how), deterministic
 
 
 def _run_fwd(q, k, v, *args):
-    lengths, (*options, _, backend) = _given(args, None, "auto")
-    return dispatch.call_of(q, k, v, (*options, backend), lengths).run(q, k, v, lengths)
+    lengths, options, _ = _given(args, None, "auto")
+    return dispatch.call_of(q, k, v, options, lengths).run(q, k, v, lengths)
 
 
 def _run_fwd_out(q, k, v, out, lse, *args):
-    lengths, options = _given(args, "auto")
-    call = dispatch.call_of(q, k, v, tuple(options), lengths)
-    check_like(_results(call, q), q.device, out=out, lse=lse)
-    check_filled(out=out)
-    call.forward(q, k, v, out, lse, lengths)
+    lengths = Lengths(*args[:4])
+    dispatch.call_of(q, k, v, args[4:], lengths).fill(q, k, v, out, lse, lengths)
 
 
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *args):
-    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
-    _differentiate((q, k, v, out, lse), dout, dlse, args, grads)
+    lengths, options, deterministic = _given(args, False, "auto")
+    call = dispatch.call_of(q, k, v, options, lengths)
+    grads = call.gradients(q)
+    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads, lengths)
     return grads
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *args):
-    check_like([(t.shape, t.dtype) for t in (q, k, v)], q.device, dq=dq, dk=dk, dv=dv)
-    check_filled(dq=dq, dk=dk, dv=dv)
-    _differentiate((q, k, v, out, lse), dout, dlse, args, (dq, dk, dv))
-
-
-def _differentiate(saved, dout, dlse, args, grads) -> None:
-    lengths, (*options, deterministic, backend) = _given(args, False, "auto")
-    q, k, v, out, lse = saved
-    call = dispatch.call_of(q, k, v, (*options, backend), lengths)
-    of_out, of_lse = _results(call, q)
-    check_like((of_out, of_lse, of_out), q.device, out=out, lse=lse, dout=dout)
-    check_dlse(dlse, lse)
-    call.require_gradient(deterministic)
-    call.backward(saved, dout, dlse, deterministic, grads, lengths)
-
-
-def _results(call, q):
-    """Shape and dtype of out and of lse."""
-    p = call.problem
-    out = (p.seqlen_q, p.heads, p.head_dim_v)
-    return (out, q.dtype), ((p.heads, p.seqlen_q), torch.float32)
+    grads = check_gradients((q, k, v), dq=dq, dk=dk, dv=dv)
+    lengths, options, deterministic = _given(args, False, "auto")
+    call = dispatch.call_of(q, k, v, options, lengths)
+    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads, lengths)
 
 
 def _fake_fwd(q, k, v, *args, **named):
@@ -183,38 +169,46 @@ def _gradients(*inputs):
         return _bwd(*inputs)
 
 
+_attend = without_signatures(VarlenAttn)
+
+
 def _autograd_fwd(q, k, v, *args):
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v)
-    if dispatch.wants_grad(q, k, v):
-        lengths, (*options, deterministic, backend) = _given(args, None, "auto")
-        options = (*options, wants_determinism(deterministic), backend)
-        return below_transforms(VarlenAttn, q, k, v, *lengths.tensors, options, None)
-    with below_autograd():
-        return _fwd(q, k, v, *args)
+    lengths, options, deterministic = _given(args, None, "auto")
+    call = known(q, k, v, options, lengths)
+    if call is not None:
+        return _run_known(call, (q, k, v), lengths, options, deterministic)
+    return _dispatched(below_transforms, (q, k, v), lengths, options, deterministic)
 
 
-def attention(q, k, v, lengths: Lengths, options: tuple):
+def attention(q, k, v, lengths: Lengths, options: tuple, deterministic):
     """``torch.ops.fa_cute.varlen_fwd`` as the dispatcher would run it, in less host time.
 
-    ``options``: (softmax_scale, causal, window_left, window_right, deterministic, backend).
+    ``options``: the fields of `dispatch.Options`.
     """
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v)
-    if not dispatch.wants_grad(q, k, v):
-        if nobody_watches(q, k, v):
-            return _run_fwd(q, k, v, *lengths.tensors, *options)
-        with below_autograd():
-            return _fwd(q, k, v, *lengths.tensors, *options)
-    *rest, deterministic, backend = options
+    call = known(q, k, v, options, lengths)
+    if call is not None:
+        return _run_known(call, (q, k, v), lengths, options, deterministic)
+    require_gradient(q, k, v, options, deterministic, lengths)
+    return _dispatched(recorded, (q, k, v), lengths, options, deterministic)
+
+
+def _run_known(call, tensors, lengths: Lengths, options: tuple, deterministic):
+    if not dispatch.wants_grad(*tensors):
+        return call.run(*tensors, lengths)
     deterministic = wants_determinism(deterministic)
-    options = (*rest, deterministic, backend)
-    call, alone = None, nobody_watches(q, k, v)
-    if alone or not stands_in(q):
-        call = dispatch.call_of(q, k, v, (*rest, backend), lengths)
-        call.require_gradient(deterministic)
-    known = call if alone else None
-    return recorded(VarlenAttn)(q, k, v, *lengths.tensors, options, known)
+    call.require_gradient(deterministic)
+    scale, causal, left, right, how = options
+    return _attend(*tensors, *lengths, (scale, causal, left, right, deterministic, how), call)
+
+
+def _dispatched(apply, tensors, lengths: Lengths, options: tuple, deterministic):
+    refuse_tangents(*tensors)
+    scale, causal, left, right, how = options
+    if dispatch.wants_grad(*tensors):
+        options = (scale, causal, left, right, wants_determinism(deterministic), how)
+        return apply(VarlenAttn, *tensors, *lengths, options, None)
+    with below_autograd():
+        return _fwd(*tensors, *lengths, scale, causal, left, right, deterministic, how)
 
 
 def flash_varlen_fwd(
@@ -246,9 +240,12 @@ def flash_varlen_fwd(
     left, right = window_sides(window_size)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if out is None and lse is None:
-        options = (softmax_scale, causal, left, right, False, backend)
+        options, lengths = (softmax_scale, causal, left, right, backend), Lengths(*lengths)
+        call = known(q, k, v, options, lengths)
+        if call is not None:
+            return call.run(q, k, v, lengths)
         with torch.no_grad():
-            return attention(q, k, v, Lengths(*lengths), options)
+            return attention(q, k, v, lengths, options, False)
     if out is None or lse is None:
         new_out, new_lse = _fake_fwd(q, k, v)
         out, lse = new_out if out is None else out, new_lse if lse is None else lse

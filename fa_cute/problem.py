@@ -19,6 +19,7 @@ DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 LARGEST = 3.4028234663852886e38  # of float32
 ALIGN_BYTES = 16  # of pointers and rows: what TMA and the vector copies need
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,11 @@ class AttnProblem:
     softcap: float
     has_sink: bool
     varlen: bool = False  # sequences one after the other: seqlens are those of all together
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of q, k, v and out."""
+        return _DTYPES[self.dtype]
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -71,10 +77,11 @@ class AttnProblem:
     @classmethod
     def typical(cls, dtype, head_dims, *, qhead_per_kvhead=1, **options) -> AttnProblem:
         """A small problem of one kind, for questions that have no tensors."""
-        dtypes = {name: d for d, name in DTYPE_NAMES.items()}
-        if dtype not in DTYPE_NAMES and dtype not in dtypes:
-            raise ArgumentError(f"dtype is {dtype!r}; allowed: {', '.join(dtypes)} or torch dtypes")
-        dtype = dtypes.get(dtype, dtype)
+        if dtype not in DTYPE_NAMES and dtype not in _DTYPES:
+            raise ArgumentError(
+                f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)} or torch dtypes"
+            )
+        dtype = _DTYPES.get(dtype, dtype)
         for name, value in (("head_dim", head_dims[0]), ("head_dim_v", head_dims[1])):
             check_count(name, value)
         check_count("qhead_per_kvhead", qhead_per_kvhead)
@@ -292,6 +299,35 @@ def check_filled(**tensors) -> None:
             )
 
 
+def packed(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor without gaps."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return shape, tuple(reversed(strides))
+
+
+def check_dlse(dlse, lse) -> None:
+    """A gradient of lse, if there is one; any dtype and strides."""
+    if dlse is not None and (dlse.shape != lse.shape or dlse.device != lse.device):
+        raise ArgumentError(
+            f"dlse must have the shape and device of lse\n{describe(dlse=dlse, lse=lse)}"
+        )
+
+
+def check_like(wanted, device, **given) -> None:
+    """Results and gradients that a caller hands in: shape, dtype and device, and lse contiguous."""
+    for (shape, dtype), (name, t) in zip(wanted, given.items()):
+        if t.device != device:
+            raise ArgumentError(f"{name} must be on the device of q, {device}\n{describe(**given)}")
+        if t.shape != shape or t.dtype != dtype:
+            kind = str(dtype).removeprefix("torch.")
+            raise ArgumentError(f"{name} must be {tuple(shape)} {kind}\n{describe(**given)}")
+        if name == "lse" and not t.is_contiguous():
+            raise ArgumentError(f"lse must be contiguous\n{describe(**given)}")
+
+
 def in_memory(t):
     """The tensor, or a copy where its memory does not hold its values: torch hands over negative
     views and zeros without memory.
@@ -303,6 +339,28 @@ def as_kernels_read(t):
     """The tensor where kernels can read it, else a packed copy: a gradient has any strides."""
     t = in_memory(t)
     return t.clone(memory_format=torch.contiguous_format) if _layout_faults("", t) else t
+
+
+def plain_strides(t: torch.Tensor) -> torch.Tensor:
+    """The same elements with the strides of dimensions of size 1 replaced.
+
+    torch leaves those strides arbitrary, while the kernels declare every stride a multiple of 16
+    bytes.
+    """
+    shape = t.shape
+    if 1 not in shape:
+        return t
+    for n, s in zip(shape, t.stride()):
+        if n == 1 and (s % 8 or s <= 0):
+            break
+    else:
+        return t  # as good as packed: most tensors
+    strides, packed = list(t.stride()), 1
+    for dim in reversed(range(t.ndim)):
+        if t.shape[dim] == 1:
+            strides[dim] = packed
+        packed = max(packed, strides[dim] * t.shape[dim])
+    return t if strides == list(t.stride()) else t.as_strided(t.shape, strides)
 
 
 def _layout_faults(name: str, t) -> list[str]:

@@ -199,7 +199,7 @@ def repeated(monkeypatch):
         seen.validated += 1
         return check(cls, *args, **kw)
 
-    monkeypatch.setattr(dispatch, "_REPEATED", "cpu")
+    monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
     monkeypatch.setattr(dispatch, "_seen", {})
     monkeypatch.setattr(dispatch.AttnProblem, "of", classmethod(of))
     monkeypatch.setattr(dispatch.Call, "forward", lambda self, *_: seen.ran.append(self.problem))

@@ -315,7 +315,7 @@ def test_no_operator_is_left_out():
 
 
 def test_what_was_validated_says_nothing_about_a_lazy_negative(monkeypatch):
-    monkeypatch.setattr(dispatch, "_REPEATED", "cpu")
+    monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
     q, k, v = leaves(requires_grad=False)
     flash_attn_func(q, k, v)
     with pytest.raises(fa_cute.ArgumentError, match="negative"):
@@ -331,7 +331,7 @@ def test_a_warm_call_looks_nothing_up(monkeypatch):
             if isinstance(t, torch.Tensor):
                 t.zero_()
 
-    monkeypatch.setattr(dispatch, "_REPEATED", "cpu")  # CUDA tensors are remembered
+    monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")  # CUDA tensors are remembered
     monkeypatch.setattr(dispatch, "_seen", {})
     monkeypatch.setattr(compile, "get", lambda request, target: asked.append(request) or kernel)
     for _ in range(3):

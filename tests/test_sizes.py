@@ -33,6 +33,7 @@ MORE_PARAMETERS = {
     ("fa_cute.operators_varlen", "flash_varlen_bwd"): KNOWN,
     ("fa_cute.operators_varlen", "_run_bwd_out"): SCHEMA,
     ("fa_cute.operators", "_run_fwd"): SCHEMA,
+    ("fa_cute.operators", "_autograd_fwd"): SCHEMA,
     ("fa_cute.operators", "_run_bwd_out"): SCHEMA,
     ("fa_cute.reference", "attention"): KNOWN,
     ("fa_cute.reference", "gradients"): KNOWN,
