@@ -1,8 +1,8 @@
 """Attention on one GPU beside its peers: ours, flash-attn-4, cuDNN and FA2 (both through torch),
 a GEMM.
 
-    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5] [--out
-    DIR] python -m benchmarks.attention --plot DIR/h200.json python -m benchmarks.attention --host
+    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5] [--out DIR]
+    python -m benchmarks.attention --plot DIR/h200.json
 
 A row is (head_dim, mask, seqlen) at 32,768 tokens and heads x head_dim = 2048. Contenders take
 turns (A B C A B C ...), each for some 20 ms a round; a cell is the median over the rounds. Every
@@ -259,34 +259,6 @@ def everybody(task: dict) -> None:
         time.sleep(0.2)
 
 
-def host_times() -> dict:
-    """Microseconds that a warm call keeps the host, on a problem that the GPU finishes at once."""
-    import torch
-
-    from . import gpu
-
-    result = {}
-    for grad in (False, True):
-        q, k, v = gpu.inputs((1, 64, 64), (1, 1), (64, 64), torch.bfloat16)
-        for x in (q, k, v):
-            x.requires_grad_(grad)
-        for name, call in contenders("fwd", q, k, v, True).items():
-            for _ in range(20):
-                call()
-            torch.cuda.synchronize()
-            times = []
-            for _ in range(20):
-                began = time.perf_counter()
-                for _ in range(25):
-                    call()
-                times.append((time.perf_counter() - began) / 25 * 1e6)
-                torch.cuda.synchronize()
-            result[f"{name} {'with' if grad else 'without'} grad"] = round(
-                statistics.median(times), 1
-            )
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -299,7 +271,6 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=120.0, help="seconds to wait for compiling"
     )
-    parser.add_argument("--host", action="store_true", help="only host time per call")
     parser.add_argument("--plot", help="draw the charts of a result file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -309,8 +280,6 @@ def main() -> None:
         from .charts import draw
 
         draw(options.plot)
-    elif options.host:
-        print(json.dumps(host_times(), indent=1))
     else:
         drive(options)
 
