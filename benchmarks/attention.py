@@ -1,8 +1,8 @@
 """Attention on one GPU beside its peers: ours, flash-attn-4, cuDNN and FA2 (both through torch),
 a GEMM.
 
-    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5] [--out DIR]
-    python -m benchmarks.attention --plot DIR/h200.json
+    python -m benchmarks.attention [--rows d64,causal] [--passes fwd,bwd,det] [--rounds 5]
+    python -m benchmarks.attention --plot DIR/h200.json  (all with [--out DIR])
 
 A row is (head_dim, mask, seqlen) at 32,768 tokens and heads x head_dim = 2048. Contenders take
 turns (A B C A B C ...), each for some 20 ms a round; a cell is the median over the rounds. Every

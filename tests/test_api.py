@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -239,6 +240,20 @@ def test_what_is_equal_to_a_remembered_call_is_still_checked(options, repeated):
         flash_attn_func(q, k, v, 1.0, causal, deterministic=False)
     with pytest.raises(fa_cute.ArgumentError):
         flash_attn_func(q, k, v, **options)
+
+
+def test_a_remembered_call_follows_the_environment(repeated, monkeypatch):
+    q, k, v = qkv(**NO_GRAD)
+    flash_attn_func(q, k, v)
+    monkeypatch.setenv("FA_CUTE_BACKEND", "nonsense")
+    with pytest.raises(fa_cute.ArgumentError, match="FA_CUTE_BACKEND"):
+        flash_attn_func(q, k, v)
+    os.environ["FA_CUTE_BACKEND"] = "cuda"
+    with pytest.raises(fa_cute.ArgumentError, match="needs CUDA tensors"):
+        flash_attn_func(q, k, v)
+    del os.environ["FA_CUTE_BACKEND"]
+    flash_attn_func(q, k, v)
+    assert len(repeated.ran) == 2
 
 
 def test_a_remembered_call_still_checks_alignment_and_gradients(repeated, no_backward):

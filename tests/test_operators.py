@@ -342,6 +342,106 @@ def test_a_warm_call_looks_nothing_up(monkeypatch):
     assert tune.backward(spec, arch.get("sm_90a")) is tune.backward(spec, arch.get("sm_90a"))
 
 
+@pytest.fixture
+def given(monkeypatch):
+    """The tensors of each launch; kernels do nothing, and calls are remembered as on a GPU."""
+    launches = []
+
+    def kernel(*args):
+        launches.append(args)
+
+    monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
+    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(compile, "get", lambda request, target: kernel)
+    return launches
+
+
+DOUT, DLSE = 5, 6  # places among the arguments of a backward
+
+
+def test_a_warm_backward_takes_no_gradient_that_kernels_cannot_read(given):
+    q, k, v = leaves()
+    out, lse = both(q, k, v)
+    whole = torch.ones(1, 64, 1, 128, dtype=out.dtype)
+    odd = whole.view(-1)[1 : 1 + out.numel()].view(out.shape)
+    fits = torch.ones_like(out)
+    for dout in (fits, odd, whole[..., ::2], torch._neg_view(torch.ones_like(out))):
+        for dlse in (None, torch.ones_like(lse), torch.ones(1).expand(lse.shape)):
+            results, grads = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+            for _ in range(2):
+                given.clear()
+                torch.autograd.grad(results, (q, k, v), grads, retain_graph=True)
+                taken = given[0][DOUT]
+                assert taken.data_ptr() % 16 == 0 and taken.stride(-1) == 1 and not taken.is_neg()
+                assert (taken is dout) == (dout is fits)
+                assert dlse is None or given[0][DLSE].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda dout, lse: (dout[:, :32], lse), "dout must be"),
+        (lambda dout, lse: (dout.float(), lse), "dout must be"),
+        (lambda dout, lse: (dout, lse.expand(2, 1, 64)[1:].mT.contiguous().mT), None),
+        (lambda dout, lse: (dout, torch.zeros(1, 1, 128)[..., ::2]), "lse must be contiguous"),
+    ],
+)
+def test_a_warm_backward_still_checks_what_it_is_given(given, change, message):
+    q, k, v = leaves(requires_grad=False)
+    out, lse = both(q, k, v)
+    dout = torch.ones_like(out)
+    for _ in range(2):
+        OPS.bwd(dout, q, k, v, out, lse, None, None, True)
+    dout, lse = change(dout, lse)
+    if message is None:
+        OPS.bwd(dout, q, k, v, out, lse, None, None, True)
+        return
+    with pytest.raises(fa_cute.ArgumentError, match=message):
+        operators._run_bwd(dout, q, k, v, out, lse, None, None, True)
+
+
+def test_a_warm_backward_follows_determinism(given, monkeypatch):
+    found = []
+    resolve = dispatch.launch.resolve_backward
+    monkeypatch.setattr(
+        dispatch.launch,
+        "resolve_backward",
+        lambda spec, *how: found.append(spec.deterministic) or resolve(spec, *how),
+    )
+    q, k, v = leaves()
+    for deterministic in (False, True, False, True):
+        out = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert found == [False, True]
+
+
+def test_results_are_packed_and_own_their_memory(given):
+    x = torch.zeros(1, 64, 3, 192, dtype=torch.bfloat16)
+    q, k, v = (x[:, :, i : i + 1, :64].requires_grad_() for i in range(3))
+    for _ in range(2):
+        out, lse = both(q, k, v)
+        grads = torch.autograd.grad((out, lse), (q, k, v), (out.detach(), lse.detach()))
+        results = (out, lse, *grads)
+        assert all(t.is_contiguous() for t in results)
+        assert len({t.untyped_storage().data_ptr() for t in results}) == len(results)
+        assert [t.dtype for t in results] == [q.dtype, torch.float32] + [q.dtype] * 3
+
+
+def test_memory_of_a_caller_may_have_any_stride_where_a_dimension_is_1(given):
+    q, k, v = leaves(requires_grad=False)
+    odd = [t.as_strided(t.shape, (7, 64, 3, 1)) for t in map(torch.empty_like, (q, q, k, v))]
+    out, lse = both(q, k, v)
+    for _ in range(2):
+        ops.flash_fwd(q, k, v, out=odd[0], lse=lse)
+        dq, dk, dv = odd[1:]
+        ops.flash_bwd(out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+    for args in given:
+        strides = [
+            s for t in args if isinstance(t, torch.Tensor) and t.ndim == 4 for s in t.stride()
+        ]
+        assert 7 not in strides and 3 not in strides
+
+
 def test_padding_strides_are_replaced_only_where_they_must():
     from fa_cute.launch import plain_strides
 
