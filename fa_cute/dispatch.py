@@ -11,6 +11,7 @@ import torch
 
 from . import arch as archs
 from . import launch, reference, tune
+from .alike import Alike
 from .arch import Arch
 from .compile import NO_LENGTHS
 from .errors import ArgumentError, DeterminismError, FaCuteError, UnsupportedError
@@ -189,8 +190,8 @@ class Call:
         return (*out, p.torch_dtype), (*packed(*batch, p.heads, p.seqlen_q), torch.float32)
 
     @cached_property
-    def _gradients(self) -> tuple:
-        """Those of dq, dk and dv."""
+    def _inputs(self) -> tuple:
+        """Those of q, k and v without gaps, which their gradients have."""
         p = self.problem
         batch = () if p.varlen else (p.batch,)
         rows_q, rows_k = (*batch, p.seqlen_q, p.heads), (*batch, p.seqlen_k, p.heads_kv)
@@ -202,9 +203,9 @@ class Call:
         empty, (out, lse) = launch.allocator(q), self._results
         return empty(*out), empty(*lse)
 
-    def gradients(self, q):
+    def new_gradients(self, q):
         """dq, dk and dv, uninitialised."""
-        empty, (dq, dk, dv) = launch.allocator(q), self._gradients
+        empty, (dq, dk, dv) = launch.allocator(q), self._inputs
         return empty(*dq), empty(*dk), empty(*dv)
 
     def check_results(self, q, **given) -> None:
@@ -254,12 +255,19 @@ class Call:
         args = (lengths.sequences(q, k), p.softmax_scale, p.causal)
         return reference.attention_of_sequences(q, k, v, *args, **options)
 
+    def gradients(self, saved, dout, dlse, deterministic: bool, lengths=None):
+        """dq, dk and dv for ``saved`` = (q, k, v, out, lse)."""
+        grads = self.new_gradients(saved[0])
+        self.backward(saved, dout, dlse, deterministic, grads, lengths)
+        return grads
+
     def backward(self, saved, dout, dlse, deterministic: bool, grads, lengths=None) -> None:
         """Fill ``grads`` = (dq, dk, dv) from ``saved`` = (q, k, v, out, lse)."""
         tensors = (*saved, dout, dlse)
-        key = gradient_key(*tensors[3:], deterministic)
-        found = self._seen.get(key)
-        if found is None:
+        results = tensors[3:6] if dlse is None else tensors[3:]
+        what = deterministic, len(results)
+        found = self._seen.find(what, *results)
+        if found is None or (saved[3].data_ptr() | dout.data_ptr()) % ALIGN_BYTES:
             self.check_results(saved[0], out=saved[3], lse=saved[4], dout=dout)
             check_dlse(dlse, saved[4])
             self.require_gradient(deterministic)
@@ -268,8 +276,8 @@ class Call:
                 return
             given, tensors = tensors, _readable(*tensors)
             found = self._backward(deterministic, dlse is not None)
-            if key is not None and all(map(is_, given, tensors)):
-                remember(self._seen, key, found)
+            if self.plain and all(map(is_, given, tensors)):
+                self._seen.add(what, found, *results)
         rest = self.rest(tensors[0], lengths, found.ints)
         launch.run_backward(tensors, grads, found, rest, self.arch)
 
@@ -303,9 +311,9 @@ class Call:
         return {}
 
     @cached_property
-    def _seen(self) -> dict[tuple, launch.Backward]:
-        """The same by `gradient_key`, for tensors that were checked and can be read as they are."""
-        return {}
+    def _seen(self) -> Alike:
+        """The same for results and gradients that were checked and can be read as they are."""
+        return Alike()
 
 
 @dataclass(frozen=True)
@@ -336,7 +344,19 @@ def _wide(t) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-_seen: dict[tuple, Call] = {}  # calls that were validated
+class Seen(dict):
+    """Calls that were validated, by `repeat_key`; some of them also where they are found sooner."""
+
+    def __init__(self):
+        super().__init__()
+        self.alike = Alike()
+
+    def clear(self) -> None:
+        super().clear()
+        self.alike.clear()
+
+
+_seen = Seen()
 _SEEN_LIMIT = 4096
 _REPEATED = "is_cuda"  # on CPU tensors the environment and the open session decide
 
@@ -346,27 +366,29 @@ def call_of(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call:
 
     ``options`` are the fields of `Options`.
     """
-    key = repeat_key(q, k, v, options, lengths)
-    call = _seen.get(key)
+    call = seen(q, k, v, options, lengths)
     if call is None:
         call = _validated(q, k, v, Options(*options), lengths)
+        key = repeat_key(q, k, v, options, lengths)
         if key is not None and call.problem.has_work:
+            if len(_seen) >= _SEEN_LIMIT:
+                _seen.clear()
             plain = all(launch.plain_strides(t) is t for t in (q, k, v))
-            call = remember(_seen, key, replace(call, plain=plain))
+            call = _seen[key] = replace(call, plain=plain)
     return call
 
 
 def seen(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call | None:
     """The same if it was validated before, for plain tensors; else None."""
-    return _seen.get(repeat_key(q, k, v, options, lengths))
-
-
-def remember(table: dict, key: tuple, value):
-    """Put the value into a table that does not grow for ever."""
-    if len(table) >= _SEEN_LIMIT:
-        table.clear()
-    table[key] = value
-    return value
+    if lengths is not None:  # whose totals change from call to call
+        return _seen.get(repeat_key(q, k, v, options, lengths))
+    what = options, _ENVIRON.get(_BACKEND)
+    call = _seen.alike.find(what, q, k, v)
+    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGN_BYTES:
+        call = _seen.get(repeat_key(q, k, v, options))
+        if call is not None:
+            _seen.alike.add(what, call, q, k, v)
+    return call
 
 
 def repeat_key(q, k, v, options: tuple, lengths: Lengths | None = None) -> tuple | None:
@@ -405,25 +427,6 @@ def _key_of_length(t) -> tuple | bool | None:
     if t is None:
         return None
     return type(t) in _PLAIN and (t.dtype, t.get_device(), t.shape, t.stride())
-
-
-def gradient_key(out, lse, dout, dlse, deterministic: bool) -> tuple | None:
-    """What tells a backward from others of one call; None where `Call.backward` must look."""
-    if (
-        type(dout) not in _PLAIN
-        or dout._is_zerotensor()
-        or dout.is_neg()
-        or (out.data_ptr() | dout.data_ptr()) % ALIGN_BYTES
-        or (dlse is not None and (dlse._is_zerotensor() or dlse.is_neg()))
-    ):
-        return None
-    return (
-        (out.shape, lse.shape, dout.shape, out.stride(), lse.stride(), dout.stride()),
-        (out.dtype, lse.dtype, dout.dtype),
-        (out.get_device(), lse.get_device(), dout.get_device()),
-        None if dlse is None else (dlse.shape, dlse.stride(), dlse.dtype, dlse.get_device()),
-        deterministic,
-    )
 
 
 def _validated(q, k, v, options: Options, lengths: Lengths | None) -> Call:

@@ -59,22 +59,22 @@ def _run_fwd_out(q, k, v, out, lse, *options):
 
 
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *options):
-    call, deterministic = _call_of(q, k, v, options)
-    grads = call.gradients(q)
-    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads)
-    return grads
+    options, deterministic = _of_backward(options)
+    call = dispatch.call_of(q, k, v, options)
+    return call.gradients((q, k, v, out, lse), dout, dlse, deterministic)
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
     grads = check_gradients((q, k, v), dq=dq, dk=dk, dv=dv)
-    call, deterministic = _call_of(q, k, v, options)
+    options, deterministic = _of_backward(options)
+    call = dispatch.call_of(q, k, v, options)
     call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads)
 
 
-def _call_of(q, k, v, options: tuple):
-    """The call and ``deterministic`` for the options of a backward, whose defaults are left out."""
+def _of_backward(options: tuple) -> tuple[tuple, bool]:
+    """The fields of `dispatch.Options`, and ``deterministic``; the dispatcher drops defaults."""
     scale, causal, left, right, deterministic, how = (*options, *_BWD_DEFAULTS[len(options) :])
-    return dispatch.call_of(q, k, v, (scale, causal, left, right, how)), deterministic
+    return (scale, causal, left, right, how), deterministic
 
 
 def check_gradients(inputs, **given) -> tuple:
@@ -147,15 +147,15 @@ class Gradients(torch.autograd.Function):
         )
 
 
-def _gradients(*inputs):
-    if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
-    ):
-        return Gradients.apply(*inputs)
-    if nobody_watches(*inputs[1:4]):
-        return _run_bwd(*inputs)
+def _gradients(dout, q, k, v, out, lse, dlse=None, *options):
+    if dispatch.wants_grad(dout, q, k, v, out, lse, dlse):
+        return Gradients.apply(dout, q, k, v, out, lse, dlse, *options)
+    of_call, deterministic = _of_backward(options)
+    call = known(q, k, v, of_call)
+    if call is not None:
+        return call.gradients((q, k, v, out, lse), dout, dlse, deterministic)
     with below_autograd():
-        return _bwd(*inputs)
+        return _bwd(dout, q, k, v, out, lse, dlse, *options)
 
 
 def refuse_tangents(*tensors) -> None:
@@ -181,21 +181,14 @@ def undisturbed() -> bool:
     )
 
 
-def nobody_watches(q, k, v) -> bool:
-    """Whether the dispatcher would only call the kernel: being asked costs some microseconds."""
-    return undisturbed() and _plain(q, k, v)
-
-
-def _plain(*tensors) -> bool:
-    return all(type(t) in _PLAIN and not t.is_meta for t in tensors)
-
-
 def known(q, k, v, options: tuple, lengths=None):
-    """The validated call where nobody watches; None where the dispatcher is to be asked."""
+    """The validated call where the dispatcher would only call the kernel, or None: being asked
+    costs it some microseconds.
+    """
     if not undisturbed():
         return None
     call = dispatch.seen(q, k, v, options, lengths)
-    if call is None and _plain(q, k, v):
+    if call is None and all(type(t) in _PLAIN and not t.is_meta for t in (q, k, v)):
         call = dispatch.call_of(q, k, v, options, lengths)
     return call
 

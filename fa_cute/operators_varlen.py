@@ -25,7 +25,6 @@ from .operators import (
     check_gradients,
     known,
     library,
-    nobody_watches,
     recorded,
     refuse_tangents,
     require_gradient,
@@ -80,9 +79,7 @@ def _run_fwd_out(q, k, v, out, lse, *args):
 def _run_bwd(dout, q, k, v, out, lse, dlse=None, *args):
     lengths, options, deterministic = _given(args, False, "auto")
     call = dispatch.call_of(q, k, v, options, lengths)
-    grads = call.gradients(q)
-    call.backward((q, k, v, out, lse), dout, dlse, deterministic, grads, lengths)
-    return grads
+    return call.gradients((q, k, v, out, lse), dout, dlse, deterministic, lengths)
 
 
 def _run_bwd_out(dout, q, k, v, out, lse, dlse, dq, dk, dv, *args):
@@ -158,15 +155,15 @@ class VarlenGradients(torch.autograd.Function):
         )
 
 
-def _gradients(*inputs):
-    if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs[:7]
-    ):
-        return VarlenGradients.apply(*inputs)
-    if nobody_watches(*inputs[1:4]):
-        return _run_bwd(*inputs)
+def _gradients(dout, q, k, v, out, lse, dlse=None, *args):
+    if dispatch.wants_grad(dout, q, k, v, out, lse, dlse):
+        return VarlenGradients.apply(dout, q, k, v, out, lse, dlse, *args)
+    lengths, options, deterministic = _given(args, False, "auto")
+    call = known(q, k, v, options, lengths)
+    if call is not None:
+        return call.gradients((q, k, v, out, lse), dout, dlse, deterministic, lengths)
     with below_autograd():
-        return _bwd(*inputs)
+        return _bwd(dout, q, k, v, out, lse, dlse, *args)
 
 
 _attend = without_signatures(VarlenAttn)

@@ -201,7 +201,7 @@ def repeated(monkeypatch):
         return check(cls, *args, **kw)
 
     monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
-    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(dispatch, "_seen", dispatch.Seen())
     monkeypatch.setattr(dispatch.AttnProblem, "of", classmethod(of))
     monkeypatch.setattr(dispatch.Call, "forward", lambda self, *_: seen.ran.append(self.problem))
     return seen

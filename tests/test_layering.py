@@ -74,6 +74,7 @@ RULES = (
     Rule("tune", (*KERNEL, "fwd", "bwd", "problem")),
     Rule("cache", BASE, lazy=("filelock",)),
     Rule("watchdog"),
+    Rule("alike", (), ("torch",)),
     Rule("warmup", (*FRONT, "cache")),
     Rule(
         "cli_cache",
@@ -86,7 +87,7 @@ RULES = (
         "compile", (*FRONT, "cache", "watchdog", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")
     ),
     Rule("launch", (*FRONT, "cache", "sim"), ("torch",), ("cutlass", "tvm_ffi", "cuda")),
-    Rule("dispatch", (*FRONT, "launch", "lengths", "reference"), ("torch",)),
+    Rule("dispatch", (*FRONT, "alike", "launch", "lengths", "reference"), ("torch",)),
     Rule("operators", (*BASE, "problem", "dispatch"), ("torch",)),
     Rule("operators_varlen", (*BASE, "problem", "dispatch", "lengths", "operators"), ("torch",)),
     Rule("merge", BASE, ("torch",)),

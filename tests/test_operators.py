@@ -264,7 +264,7 @@ def test_determinism_is_never_dropped(monkeypatch):
 def test_the_flag_of_the_forward_call_decides(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        dispatch.Call, "backward", lambda self, saved, dout, dlse, flag, grads: asked.append(flag)
+        dispatch.Call, "backward", lambda self, saved, dout, dlse, flag, *_: asked.append(flag)
     )
     q, k, v = leaves()
     for flag, given in ((True, None), (False, None), (True, False)):
@@ -316,8 +316,10 @@ def test_no_operator_is_left_out():
 
 def test_what_was_validated_says_nothing_about_a_lazy_negative(monkeypatch):
     monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
+    monkeypatch.setattr(dispatch, "_seen", dispatch.Seen())
     q, k, v = leaves(requires_grad=False)
-    flash_attn_func(q, k, v)
+    for _ in range(3):
+        flash_attn_func(q, k, v)
     with pytest.raises(fa_cute.ArgumentError, match="negative"):
         flash_attn_func(torch._neg_view(q), k, v)
 
@@ -332,7 +334,7 @@ def test_a_warm_call_looks_nothing_up(monkeypatch):
                 t.zero_()
 
     monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")  # CUDA tensors are remembered
-    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(dispatch, "_seen", dispatch.Seen())
     monkeypatch.setattr(compile, "get", lambda request, target: asked.append(request) or kernel)
     for _ in range(3):
         q, k, v = leaves()
@@ -351,7 +353,7 @@ def given(monkeypatch):
         launches.append(args)
 
     monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
-    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(dispatch, "_seen", dispatch.Seen())
     monkeypatch.setattr(compile, "get", lambda request, target: kernel)
     return launches
 
@@ -402,11 +404,9 @@ def test_a_warm_backward_still_checks_what_it_is_given(given, change, message):
 
 def test_a_warm_backward_follows_determinism(given, monkeypatch):
     found = []
-    resolve = dispatch.launch.resolve_backward
+    resolve = dispatch.Call._backward
     monkeypatch.setattr(
-        dispatch.launch,
-        "resolve_backward",
-        lambda spec, *how: found.append(spec.deterministic) or resolve(spec, *how),
+        dispatch.Call, "_backward", lambda call, *how: found.append(how[0]) or resolve(call, *how)
     )
     q, k, v = leaves()
     for deterministic in (False, True, False, True):

@@ -275,7 +275,7 @@ def test_without_a_kernel(table, monkeypatch):
 def test_the_key_has_no_number_of_the_lengths(monkeypatch):
     """What was validated for some lengths serves all others of the same shape."""
     monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")
-    monkeypatch.setattr(dispatch, "_seen", {})
+    monkeypatch.setattr(dispatch, "_seen", dispatch.Seen())
     q, k, v = packed(6, 8, grad=False, dtype=torch.float32)
     for cu_q in (CU_Q, ints(0, 0, 6), ints(0, 6, 6)):
         options = (None, False, -1, -1, "reference")
