@@ -1,18 +1,23 @@
 """Packed sequences for the copy engine: a tensor map that ends where each sequence ends.
 
 A map cuts boxes at the ends of the tensor, so with one sequence after the other in one tensor the
-rows past the end of a sequence would be those of the next. Here the map has one dimension more,
-``ends``, over the same row stride, and a base that lies all T rows before the tensor:
+rows past the end of a sequence would be those of the next. Here the map of T rows has two
+dimensions more: ``ends``, over the same row stride, and ``back``, whose one coordinate takes
+2^30 rows away again, since addresses have 64 bits (2^30 times 2^34 bytes is nothing):
 
-    base = start of the tensor - T rows
     row r of the sequence [offset, end), length = end - offset:
-        rows coordinate  T - length + r   of size T
-        ends coordinate  end              of size T + 1
-        address          base + (T - length + r + end) rows = start + (offset + r) rows
+        rows coordinate  T - length + r     of size T
+        ends coordinate  2^30 - T + end
+        back coordinate  2^30               stride 2^34 bytes - a row
+        address          start + (T - length + r + 2^30 - T + end - 2^30) rows
+                         = start + (offset + r) rows
 
 ``r >= length`` is a rows coordinate of T or more: outside, so a load brings zeros and a store
-writes nothing. ``r < 0`` only meets other rows of the tensor or zeros, and whatever a length or an
-end is, no address outside the tensor is ever formed: both coordinates are cut.
+writes nothing. Offsets and ends are rows of the tensor, by `sched.varlen_sides.Side.span`.
+
+The base stays the tensor's own. With a base that lies T rows before the tensor one dimension would
+do, but the H200 reads the base of a map whose box is cut: an illegal address where nothing is
+mapped there.
 """
 
 from __future__ import annotations
@@ -23,10 +28,12 @@ from cutlass import Int32, Int64
 from .arith import hi
 
 ALIGN_BYTES = 16  # of a row, by the contract of the API
+ROWS = 2**30  # that ``back`` takes away; no tensor has more
+TURN_BYTES = 2**64 // ROWS
 
 
 def tma_view(tensor: cute.Tensor, turned: bool = False) -> cute.Tensor:
-    """(total, heads, d) as (rows, d, heads, ends), or ``turned`` as (d, rows, heads, ends): what a
+    """(total, heads, d) as (rows, d, heads, ends, back), or ``turned`` as (d, rows, ...): what a
     tensor map is made of, in the host part of a kernel. The last dimension is dense.
     """
     width = tensor.element_type.width // 8
@@ -34,11 +41,23 @@ def tma_view(tensor: cute.Tensor, turned: bool = False) -> cute.Tensor:
     total, heads, d = tensor.shape
     total = hi(Int32(total), 1)  # a map has no empty dimension; an empty sequence sees none of it
     row, head = (cute.assume(Int64(s), divby=units) for s in tensor.stride[:2])
-    base = tensor.iterator.toint() - row * total * width
+    back = cute.assume(TURN_BYTES // width - row, divby=units)
     pointer = cute.make_ptr(
-        tensor.element_type, base, cute.AddressSpace.gmem, assumed_align=ALIGN_BYTES
+        tensor.element_type,
+        tensor.iterator.toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=ALIGN_BYTES,
     )
-    shape, stride = (total, d, heads, total + 1), (row, 1, head, row)
+    shape, stride = (total, d, heads), (row, 1, head)
     if turned:
-        shape, stride = (d, total, heads, total + 1), (1, row, head, row)
-    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+        shape, stride = (d, total, heads), (1, row, head)
+    layout = cute.make_layout((*shape, ROWS + 1, ROWS + 1), stride=(*stride, row, back))
+    return cute.make_tensor(pointer, layout)
+
+
+def rows_of(view: cute.Tensor, offset, length, head, turned: bool = False) -> cute.Tensor:
+    """One head of the sequence of ``length`` rows from ``offset`` on: (rows, d), or (d, rows)."""
+    total = view.shape[int(turned)]
+    start, end = total - length, ROWS - total + offset + length
+    first = (0, start) if turned else (start, 0)
+    return cute.domain_offset((*first, 0, end, ROWS), view)[None, None, head, 0, 0]

@@ -120,12 +120,9 @@ class VarlenSeqlens:
         return {"q": (self.offset_q, self.q), "k": (self.offset_k, self.k)}[side]
 
     def rows(self, view: Any, side: str, head: Any, turned: bool = False) -> Any:
-        import cutlass.cute as cute
+        from .ragged import rows_of
 
-        offset, length = self._side(side)
-        start, end = view.shape[int(turned)] - length, offset + length
-        where = (0, start, 0, end) if turned else (start, 0, 0, end)
-        return cute.domain_offset(where, view)[None, None, head, 0]
+        return rows_of(view, *self._side(side), head, turned)
 
     def plain(self, tensor: Any, side: str, head: Any) -> Any:
         import cutlass.cute as cute

@@ -59,6 +59,7 @@ def clip(tmap: TensorMap, coords: tuple[int, ...]) -> Box:
         slices.append(slice(low - c, high - c))
         counts.append(high - low)
         whole &= high - low == box
+    first %= 1 << 64  # a dimension may step back by wrapping around
     inside = None if whole else tuple(reversed(slices))
     return Box(shape, inside, False, first, tuple(reversed(counts)), tuple(reversed(tmap.strides)))
 
@@ -92,9 +93,14 @@ def _signed(value: int) -> int:
 
 
 def load_box(memory, tmap: TensorMap, box: Box, ins: Instr) -> np.ndarray:
-    """The box as dense bytes; outside the tensor it is zero."""
+    """The box as dense bytes; outside the tensor it is zero.
+
+    The H200 reads the base of the map where nothing of the box is inside (a store does not, nor
+    does a load of a box that is cut): an illegal address if nothing is there.
+    """
     raw = RAW_TYPE[tmap.elem_bytes]
     if box.empty:
+        memory.check(tmap.address, 1, ins, "the map's base, which a TMA load of nothing reads,")
         return np.zeros(tmap.box_bytes, np.uint8)
     source = box.global_view(memory, raw, ins, "TMA load")
     if box.inside is None:

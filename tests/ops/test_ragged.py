@@ -69,27 +69,3 @@ def check(move, gaps: tuple[int, ...], wide: bool) -> None:
         wants[2][:, offset : offset + length] = torch.arange(length).float()
     for got, want in zip((y, plain, values), wants, strict=True):
         assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7)), (gaps, wide)
-
-
-def test_numbers_that_make_no_sense_reach_nothing() -> None:
-    """Lengths and ends past the tensor: no address outside of it, zeros arrive."""
-    with host.session("sm_90a"):
-        move = compile_mover(False)
-        x = torch.ones(10, 1, DIM).bfloat16()
-        y, plain = torch.zeros_like(x), torch.zeros(200, 1, DIM).bfloat16()
-        records = [(0, 4, 7, 5), (200, 0, 0, 11), (0, 3, 9, 200), (0, 0, -5, 4), (0, 0, 40, 1)]
-        records = torch.tensor([(*r, 0, 0, 0, 0) for r in records], dtype=torch.int32)
-        tiles = torch.full((len(records), 1, 1, TILE, DIM), NAN).bfloat16()
-        move(x, y, plain, torch.zeros(1, 200), tiles, records)
-        rows = tiles[:, 0, 0, :, 0]
-        assert not rows[[0, 2, 4]].any() and not rows.isnan().any()
-
-
-def test_a_tensor_without_rows() -> None:
-    """Every sequence is empty and nothing is allocated: zeros arrive."""
-    with host.session("sm_90a"):
-        move = compile_mover(False)
-        x, y, plain = (torch.empty(0, HEADS, DIM).bfloat16() for _ in range(3))
-        tiles = torch.full((3, HEADS, 1, TILE, DIM), NAN).bfloat16()
-        move(x, y, plain, torch.empty(HEADS, 0), tiles, torch.zeros(3, 8, dtype=torch.int32))
-        assert not tiles.any()

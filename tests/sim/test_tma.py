@@ -278,33 +278,38 @@ LOAD_5D = LOAD.replace("2d", "5d")
 STORE_5D = STORE.replace("2d", "5d")
 
 
-def ragged_map(array, box_rows: int) -> bytes:
-    """Rows of a tensor as (columns, rows, 1, 1, ends): one row stride twice, and a base that lies
-    all its rows before it.
+BACK = 1 << 30  # rows that the last dimension of `ragged_map` takes away again
+
+
+def ragged_map(array, box_rows: int, shifted: bool) -> bytes:
+    """Rows of a tensor as (columns, rows, 1, ends, back): one row stride twice, and a step back
+    over all of memory. ``shifted``: instead a base that lies BACK rows before the tensor.
     """
     rows, cols = array.shape
     pitch = array.strides[0]
     made = tensormap.TensorMap(
-        array.ctypes.data - rows * pitch, 5, "f16", 2, "none",
-        (cols, rows, 1, 1, rows + 1), (2, pitch, 4096, 4096, pitch), (cols, box_rows, 1, 1, 1),
+        array.ctypes.data - shifted * BACK * pitch, 5, "f16", 2, "none",
+        (cols, rows, 1, BACK + 1, BACK + 1), (2, pitch, 4096, pitch, (1 << 34) - pitch),
+        (cols, box_rows, 1, 1, 1),
     )  # fmt: skip
     return tensormap.encode(made)
 
 
-def move_rows(source, target, start: int, end: int) -> None:
+def move_rows(source, target, start: int, end: int, shifted: bool = False) -> None:
     """Rows of the sequence [start, end) through shared memory, in one box of 8."""
     rows = len(source)
     body = f"""
 {SETUP}
-mov.b32 %r10, 0; mov.b32 %r11, {rows - (end - start)}; mov.b32 %r12, {end};
+mov.b32 %r10, 0; mov.b32 %r11, {rows - (end - start)}; mov.b32 %r12, {BACK - rows + end};
+mov.b32 %r13, {0 if shifted else BACK};
 @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [smem], 256;
-@%p0 {LOAD_5D} [smem+1024], [%from, {{%r10, %r11, %r10, %r10, %r12}}], [smem];
+@%p0 {LOAD_5D} [smem+1024], [%from, {{%r10, %r11, %r10, %r12, %r13}}], [smem];
 {mbarrier_wait("smem", 0, "W")}
-@%p0 {STORE_5D} [%into, {{%r10, %r11, %r10, %r10, %r12}}], [smem+1024];
+@%p0 {STORE_5D} [%into, {{%r10, %r11, %r10, %r12, %r13}}], [smem+1024];
 @%p0 cp.async.bulk.commit_group;
 @%p0 cp.async.bulk.wait_group 0;
 """
-    maps = {"from": ragged_map(source, 8), "into": ragged_map(target, 8)}
+    maps = {"from": ragged_map(source, 8, shifted), "into": ragged_map(target, 8, shifted)}
     program = Program("sm_90a", body, maps)
     for array, name in ((source, "source"), (target, "target")):
         extent = (len(array) - 1) * array.strides[0] + 2 * array.shape[1]
@@ -312,17 +317,27 @@ mov.b32 %r10, 0; mov.b32 %r11, {rows - (end - start)}; mov.b32 %r12, {end};
     program.run(threads=32, smem=4096)
 
 
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("pitch", [16, 40])
-@pytest.mark.parametrize(("start", "end"), [(0, 3), (3, 3), (5, 20), (12, 20), (19, 20), (0, 20)])
-def test_a_base_before_the_tensor(start: int, end: int, pitch: int) -> None:
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (5, 20), (12, 20), (19, 20), (0, 20)])
+def test_maps_that_end_with_a_sequence(start: int, end: int, pitch: int, shifted: bool) -> None:
     """Only rows of the sequence move, up to the box; nothing beside it is touched."""
     rng = np.random.default_rng(0)
     source = rng.integers(1, 2**16, (20, pitch), dtype=np.uint16)[:, :16]
     target = np.zeros((20, pitch), np.uint16)[:, :16]
-    move_rows(source, target, start, end)
+    move_rows(source, target, start, end, shifted)
     want = np.zeros_like(target)
     want[start : min(end, start + 8)] = source[start : min(end, start + 8)]
     np.testing.assert_array_equal(target, want)
+
+
+def test_a_load_of_nothing_reads_the_base() -> None:
+    """As the H200 does: a base with nothing behind it is no address for it."""
+    source, target = (np.ones((20, 16), np.uint16) for _ in range(2))
+    move_rows(source, target, 3, 3)
+    assert target.all()
+    with pytest.raises(OutOfBoundsError, match="the map's base"):
+        move_rows(source, target, 3, 3, shifted=True)
 
 
 def test_what_lies_before_the_tensor_is_still_checked() -> None:
