@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import fa_cute
 from fa_cute import cli, cli_kernels, sched
 from fa_cute import compile as compiler
 
@@ -65,7 +64,6 @@ def test_snippets_run(page, capsys, monkeypatch, tmp_path):
         for snippet in snippets:
             exec(compile(padded(snippet, page), page, "exec", dont_inherit=True), scope)
     finally:
-        fa_cute.jit_monitor("off")
         sched.NAMES.pop("pairs", None)  # of docs/write-a-scheduler.md
     assert "False" not in capsys.readouterr().out.splitlines()
 

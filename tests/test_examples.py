@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import fa_cute
-
 pytest.importorskip("cutlass", reason="the examples compile kernels")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LINES = {"tiny_kernel": 110}  # a whole kernel, and its plan
@@ -37,7 +35,6 @@ def run(monkeypatch, tmp_path):
 
     yield main
     torch.use_deterministic_algorithms(deterministic)
-    fa_cute.jit_monitor("off")
 
 
 def test_every_example_is_short_and_run_here():
