@@ -302,7 +302,7 @@ class Call:
         if key not in self._backwards:
             p = self.problem
             how = (self.arch, self.backend, has_dlse, self.given)
-            spec = tune.backward_spec(p, deterministic)
+            spec = tune.backward_spec(p, deterministic, self.arch)
             self._backwards[key] = launch.resolve_backward(spec, p, *how)
         return self._backwards[key]
 
@@ -369,7 +369,7 @@ def call_of(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call:
     call = seen(q, k, v, options, lengths)
     if call is None:
         call = _validated(q, k, v, Options(*options), lengths)
-        key = repeat_key(q, k, v, options, lengths)
+        key = repeat_key(q, k, v, _key_of(options, lengths))
         if key is not None and call.problem.has_work:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
@@ -380,26 +380,26 @@ def call_of(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call:
 
 def seen(q, k, v, options: tuple, lengths: Lengths | None = None) -> Call | None:
     """The same if it was validated before, for plain tensors; else None."""
-    if lengths is not None:  # whose totals change from call to call
-        return _seen.get(repeat_key(q, k, v, options, lengths))
-    what = options, _ENVIRON.get(_BACKEND)
-    call = _seen.alike.find(what, q, k, v)
+    if type(q) not in _PLAIN or not getattr(q, _REPEATED):
+        return None
+    how = _key_of(options, lengths)
+    call = _seen.alike.find(how, q, k, v)
     if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGN_BYTES:
-        call = _seen.get(repeat_key(q, k, v, options))
+        call = _seen.get(repeat_key(q, k, v, how))
         if call is not None:
-            _seen.alike.add(what, call, q, k, v)
+            _seen.alike.add(how, call, q, k, v)
     return call
 
 
-def repeat_key(q, k, v, options: tuple, lengths: Lengths | None = None) -> tuple | None:
+def repeat_key(q, k, v, how: tuple | None) -> tuple | None:
     """What tells this call from others that were validated; None where validation must look.
 
     Two equal keys give the same answers to all questions of `AttnProblem.of`, `tune` and
-    `check_layout`; the operators' schemas have fixed the types of the options. No number in
-    ``lengths`` is part of it.
+    `check_layout`; the operators' schemas have fixed the types of the options.
     """
     if (
-        type(q) not in _PLAIN
+        how is None
+        or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
         or not getattr(q, _REPEATED)
@@ -409,18 +409,19 @@ def repeat_key(q, k, v, options: tuple, lengths: Lengths | None = None) -> tuple
         or v.is_neg()
     ):
         return None
-    of_lengths = None
-    if lengths is not None:
-        of_lengths = tuple([_key_of_length(t) for t in lengths])
-        if False in of_lengths:
-            return None
     return (
         (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         (q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device()),
-        options,
-        of_lengths,
-        _ENVIRON.get(_BACKEND),
+        how,
     )
+
+
+def _key_of(options: tuple, lengths: Lengths | None) -> tuple | None:
+    """The part of the options, the lengths (no number in them) and the environment."""
+    if lengths is None:
+        return options, _ENVIRON.get(_BACKEND)
+    found = tuple([_key_of_length(t) for t in lengths])
+    return None if False in found else (options, _ENVIRON.get(_BACKEND), found)
 
 
 def _key_of_length(t) -> tuple | bool | None:

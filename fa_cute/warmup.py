@@ -72,6 +72,7 @@ def _request(kind: str, shape: tuple, window: tuple, arch: Arch, wanted: Wanted)
         spec = FwdSpec(*shape, ratio, window, varlen, negative)
     else:
         spec = BwdSpec(*shape, wanted.gqa, wanted.deterministic, window, varlen)
+        spec = tune.preferred(spec, arch)
     missing = tune.beyond(kind, arch, any(window), varlen, wanted.negative_scale)
     if missing:
         raise UnsupportedError(f"{arch.name}: the {kind} kernel does not do: {', '.join(missing)}")

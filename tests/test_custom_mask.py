@@ -93,7 +93,8 @@ def test_kernels_against_torch(arch, monkeypatch):
     mask = Chunked(chunk=96)
     out, lse = example.attention(q, k, v, mask)
     problem = AttnProblem.of(q, k, v, causal=True)
-    spec = replace(tune.backward_spec(problem, deterministic=False), custom=mask)
+    spec = tune.backward_spec(problem, False, target)
+    spec = replace(spec, custom=mask, deterministic=False)
     grads = tuple(torch.full_like(x, math.nan) for x in (q, k, v))
     launch.backward((q, k, v, out, lse, dout, None), spec, problem, target, "sim", grads)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +16,7 @@ from cutlass import Float32, Int64, const_expr
 
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.blocks import Cut
+from fa_cute.ops.mask import kv_blocks
 from fa_cute.ops.score import LOG2_E
 
 LANES = 8  # threads of one row
@@ -30,6 +32,22 @@ def vector_of(tensor: cute.Tensor, coord) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(128 // tensor.element_type.width))
 
 
+@cute.jit
+def put_zeros(to: cute.Pointer):
+    """16 bytes of fp32 zeros."""
+    zero = cute.make_rmem_tensor(4, Float32)
+    zero.fill(0.0)
+    cute.autovec_copy(zero, cute.make_tensor(to, cute.make_layout(4)))
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """The dQ accumulator where only tiles that no key adds to are zeroed; which those are."""
+
+    dq: cute.Pointer
+    mask: Any
+
+
 @dataclass(frozen=True)
 class BwdPreprocess:
     """``ROWS`` rows of one head a CTA; ``LANES`` threads a row. Feeds the main kernel."""
@@ -41,20 +59,27 @@ class BwdPreprocess:
     def cut(self) -> Cut:
         return Cut("q", self.cfg.tile_m, ROWS)
 
+    @property
+    def stored_first(self) -> bool:
+        """Whether the main kernel itself begins each dQ tile that somebody adds to."""
+        return getattr(self.cfg, "store_first", False)
+
     @cute.jit
     def __call__(self, call, rows, stream):
         """``call``: `call.Call`; ``rows``: out, dout, lse and dlse."""
         blocks, at = call.blocks("q"), call.at
-        vectors = (at.size - at.dq) // 4
+        first = "dk" if self.stored_first else "dq"
+        vectors = (at.size - getattr(at, first)) // 4
+        unseen = Unseen(call.section("dq"), call.band) if self.stored_first else None
         results = (call.per_row("lse"), call.per_row("delta"))
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)
-        self.kernel(blocks, rows, results, call.section("dq"), vectors).launch(
+        self.kernel(blocks, rows, results, call.section(first), vectors, unseen).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, blocks, rows, results, zeros: cute.Pointer, vectors: Int64):
+    def kernel(self, blocks, rows, results, zeros: cute.Pointer, vectors: Int64, unseen):
         tidx = cute.arch.thread_idx()[0]
         index, head, _ = cute.arch.block_idx()
         block = blocks.at(index, self.cut)
@@ -64,16 +89,31 @@ class BwdPreprocess:
             for i in cutlass.range_constexpr(ROWS * LANES // THREADS):
                 row = block.number * ROWS + i * (THREADS // LANES) + tidx // LANES
                 self.row(inputs, outputs, block.lengths.q, (row, lane))
+            if const_expr(unseen is not None):
+                self.zero_unseen(unseen, block, head)
         # every CTA zeroes its share, whole waves side by side
         grid = cute.arch.grid_dim()
         ctas = Int64(grid[0]) * grid[1]
         cta = Int64(index) + Int64(grid[0]) * head
-        zero = cute.make_rmem_tensor(4, Float32)
-        zero.fill(0.0)
         at = cta * THREADS + tidx
         while at < vectors:
-            cute.autovec_copy(zero, cute.make_tensor(zeros + at * 4, cute.make_layout(4)))
+            put_zeros(zeros + at * 4)
             at += ctas * THREADS
+
+    @cute.jit
+    def zero_unseen(self, unseen: Unseen, block, head):
+        """This CTA's part of the dQ tile of queries that see no key: nobody adds to it."""
+        c, lengths = self.cfg, block.lengths
+        m_block = block.number * ROWS // c.tile_m
+        seen = kv_blocks(unseen.mask, m_block, c.tile_m, c.tile_n, lengths.q, lengths.k)
+        if seen.count == 0:
+            tile = lengths.tile_q(m_block, head, cute.arch.grid_dim()[1], c.tile_m)
+            part = block.number - m_block * (c.tile_m // ROWS)
+            to = unseen.dq + (tile * (c.tile_m * c.head_dim) + part * (ROWS * c.head_dim))
+            for i in cutlass.range(
+                cute.arch.thread_idx()[0], ROWS * c.head_dim // 4, THREADS, unroll=1
+            ):
+                put_zeros(to + i * 4)
 
     def of_head(self, lengths, rows, results, head):
         """The rows of one head of one batch element."""

@@ -1,4 +1,6 @@
-"""Additions to global memory: one vector from registers, or a chunk of shared memory in bulk."""
+"""Additions to global memory: one vector from registers, or a chunk of shared memory in bulk; and
+a chunk that is stored.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,24 @@ def bulk_add_f32(dst: cute.Pointer, src: cute.Pointer, num_bytes, *, loc=None, i
     Both pointers 16-byte aligned; each element is one relaxed atomic add (PTX ISA,
     cp.reduce.async.bulk).
     """
-    operands = [
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    _asm(_chunk(dst, src, num_bytes, loc, ip), text, "l,r,r", loc, ip)
+
+
+@dsl_user_op
+def bulk_store(dst: cute.Pointer, src: cute.Pointer, num_bytes, *, loc=None, ip=None) -> None:
+    """The same without adding (PTX ISA, cp.async.bulk)."""
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _asm(_chunk(dst, src, num_bytes, loc, ip), text, "l,r,r", loc, ip)
+
+
+def _chunk(dst: cute.Pointer, src: cute.Pointer, num_bytes, loc, ip) -> list:
+    """Operands of a bulk operation from shared to global memory."""
+    return [
         dst.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         src.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         Int32(num_bytes).ir_value(loc=loc, ip=ip),
     ]
-    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
-    _asm(operands, text, "l,r,r", loc, ip)
 
 
 @dsl_user_op

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.bwd.sm90.plan import CONSUMERS, TILES, UNORDERED, BwdSm90Config
+from fa_cute.bwd.sm90.plan import CONSUMERS, ORDERED, TILES, UNORDERED, BwdSm90Config
 from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
@@ -32,11 +32,12 @@ from fa_cute.plan.events import (
 KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
 VARIANTS = (
     *TILES,
+    *({**row, **ORDERED} for row in TILES),
     *({**row, **UNORDERED[row["head_dim"]]} for row in TILES if row["head_dim"] in UNORDERED),
-    {**KEYS_ROW, **UNORDERED[128], "late_do": True, "few_fences": True},
-    {**KEYS_ROW, **UNORDERED[128], "dq_direct": True, "q_stages": 3, "do_stages": 3},
-    {**KEYS_ROW, "schedule": "lockstep"},
-    {**KEYS_ROW, "schedule": "lagged", "ds_stages": 3},
+    {**KEYS_ROW, "late_do": True, "few_fences": True},
+    {**KEYS_ROW, "dq_direct": True, "q_stages": 3, "do_stages": 3},
+    {**KEYS_ROW, **ORDERED, "schedule": "lockstep", "ds_stages": 2},
+    {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
 IDS = ["-".join(str(x) for x in row.values()) for row in VARIANTS]
@@ -64,11 +65,11 @@ class Warpgroup:
         """Stages of Q, dO and dS in step m."""
         return m % self.cfg.q_stages, m % self.cfg.do_stages, m % self.cfg.ds_stages
 
-    def hand_over(self) -> list[Event]:
+    def hand_over(self, m: int) -> list[Event]:
         if self.cfg.dq_direct:
             return []
-        buffer = self.w % self.cfg.dq_buffers
-        return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(f"dq_full_{self.w}")]
+        buffer, full = self.w % self.cfg.dq_buffers, f"dq_full_{self.w}{m % self.cfg.store_warps}"
+        return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(full)]
 
     def dq(self, m: int) -> list[Event]:
         """dQ of a step: keys split, once the other's dS is there; by role, turns say that."""
@@ -84,7 +85,9 @@ class Warpgroup:
     def scores(self, m: int) -> list[Event]:
         q, do, _ = self.slots(m)
         first = [read("sK"), read("sQ", q)]
-        if self.cfg.late_do:
+        if self.cfg.schedule == "lagged" and m == 0:
+            both = [wait("load_q"), *first, wait("load_v"), wait("load_do"), read("sV")]
+        elif self.cfg.late_do:
             both = [wait("load_q"), *first, wait("load_do"), read("sV")]
         else:
             both = [wait("load_q"), wait("load_do"), *first, read("sV")]
@@ -97,9 +100,9 @@ class Warpgroup:
             out += [*self.scores(m), read("sDelta", do), *self.write_ds(m)]
             out += self.dq(m - 1) if m > 0 else []
             out += [read("sdO", do), read("sQ", q), *self.signal_ds(m)]
-            out += self.hand_over() if m > 0 else []
+            out += self.hand_over(m - 1) if m > 0 else []
             out += [release("load_do"), release("load_q")]
-        return [*out, *self.dq(steps - 1), *self.hand_over()]
+        return [*out, *self.dq(steps - 1), *self.hand_over(steps - 1)]
 
     def lockstep(self, steps: int) -> list[Event]:
         out = []
@@ -107,7 +110,7 @@ class Warpgroup:
             q, do, _ = self.slots(m)
             out += self.scores(m)
             out += [read("sDelta", do), *self.write_ds(m), *self.signal_ds(m), read("sdO", do)]
-            out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over()]
+            out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over(m)]
             out.append(release("load_q"))
         return out
 
@@ -116,25 +119,27 @@ class Warpgroup:
         out = [wait("load_k")] if self.w == 0 else [give, wait("load_k"), wait("load_v")]
         for m in range(steps):
             q, do, _ = self.slots(m)
-            out += [wait("load_q"), wait("load_do"), take]
+            out += [wait("load_q" if self.w == 0 else "load_do"), take]
             if self.w == 0:
                 out += [read("sK"), read("sQ", q), give, read("sLse", q), release("load_q")]
                 out += [write("sP"), arrive("p_full")]
             else:
                 out += [read("sV"), read("sdO", do), give, sync("p_full"), read("sP")]
                 out += [read("sDelta", do), release("load_do"), *self.write_ds(m)]
+            out += [wait("load_do" if self.w == 0 else "load_q")]
             out += [take, *(self.dq(m - 1) if m > 0 else [])]
             out += [read("sdO", do) if self.w == 0 else read("sQ", q), give]
-            out += self.hand_over() if m > 0 else []
+            out += self.hand_over(m - 1) if m > 0 else []
             out.append(release("load_do" if self.w == 0 else "load_q"))
         out += [take, *([give] if self.w == 0 else [])]
-        return [*out, *self.dq(steps - 1), *self.hand_over()]
+        return [*out, *self.dq(steps - 1), *self.hand_over(steps - 1)]
 
     def script(self, steps: int) -> list[Event]:
         if self.cfg.by_role:
             return [*self.by_role(steps), *self.results()]
-        body = self.lagged if self.cfg.schedule == "lagged" else self.lockstep
-        return [wait("load_k"), wait("load_v"), *body(steps), *self.results()]
+        if self.cfg.schedule == "lagged":
+            return [wait("load_k"), *self.lagged(steps), *self.results()]
+        return [wait("load_k"), wait("load_v"), *self.lockstep(steps), *self.results()]
 
     def results(self) -> list[Event]:
         """dK and dV over K and V, which nobody reads any more."""
@@ -148,12 +153,13 @@ class Warpgroup:
         return [*out, sync("epilogue"), *([read("sdK"), read("sdV")] if self.w == 0 else [])]
 
 
-def dq_store(cfg: BwdSm90Config, steps: int) -> list[Event]:
+def dq_store(cfg: BwdSm90Config, steps: int, s: int) -> list[Event]:
+    """The warp of the steps m with m % store_warps == s."""
     shared, who = cfg.dq_buffers == 1, range(cfg.dq_chunks.num)
-    out = [arrive(f"dq_empty_{w}") for w in range(cfg.dq_buffers)]
-    for _ in range(steps):
+    out = [arrive(f"dq_empty_{w}") for w in range(cfg.dq_buffers)] if s == 0 else []
+    for _ in range(s, steps, cfg.store_warps):
         for w in who:
-            out += [sync(f"dq_full_{w}"), read("sdQ", w % cfg.dq_buffers)]
+            out += [sync(f"dq_full_{w}{s}"), read("sdQ", w % cfg.dq_buffers)]
             out += [arrive(f"dq_empty_{1 - w}")] if shared else []
         out += [] if shared else [arrive(f"dq_empty_{w}") for w in who]
     return out
@@ -161,11 +167,16 @@ def dq_store(cfg: BwdSm90Config, steps: int) -> list[Event]:
 
 def scripts(cfg: BwdSm90Config, steps: int) -> dict[str, list[Event]]:
     names = ("values", "keys") if cfg.by_role else ("consumer/0", "consumer/1")
+    stores = {} if cfg.dq_direct else {_store(cfg, s): s for s in range(cfg.store_warps)}
     return {
         "load": load(cfg, steps),
         **{name: Warpgroup(cfg, w).script(steps) for w, name in enumerate(names)},
-        **({} if cfg.dq_direct else {"dq_store": dq_store(cfg, steps)}),
+        **{name: dq_store(cfg, steps, s) for name, s in stores.items()},
     }
+
+
+def _store(cfg: BwdSm90Config, s: int) -> str:
+    return "dq_store" if cfg.store_warps == 1 else f"dq_store/{s}"
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
@@ -175,7 +186,11 @@ def test_no_deadlock_overrun_or_race(cfg: BwdSm90Config, steps: int) -> None:
     check(cfg, scripts(cfg, steps), seeds=1)
 
 
-@pytest.mark.parametrize("cfg", [CONFIGS[2], CONFIGS[3], CONFIGS[-1]], ids=lambda c: c.split)
+@pytest.mark.parametrize(
+    "cfg",
+    [CONFIGS[2], CONFIGS[3], CONFIGS[-1], CONFIGS[-2], CONFIGS[len(TILES) + 5]],
+    ids=lambda c: f"{c.split}-{c.schedule}-{c.store_warps}",
+)
 def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     """But for what something else orders already."""
     right = scripts(cfg, 3)
@@ -194,7 +209,9 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     second = ("consumer/1", "keys")  # its first turn comes after the other one has waited for these
     excused = {(agent, f"wait load_{x}") for agent in second for x in "kv"}
     excused |= {
-        ("dq_store", f"arrive dq_empty_{w}") for w in range(CONSUMERS)
+        (agent, f"arrive dq_empty_{w}")
+        for agent in ("dq_store", "dq_store/0", "dq_store/1")
+        for w in range(CONSUMERS)
     }  # to nobody, at last
     turns = [m for m in missed if m[1].startswith("sync turn")]
     assert set(missed) <= excused | set(turns), missed

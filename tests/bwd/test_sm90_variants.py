@@ -15,15 +15,19 @@ from .test_sm90_sim import HOPPER
 
 pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
 
-# Shared kv heads, an order, limits on both sides and lists of sequences all take registers.
+# Dense ones as they are timed; shared kv heads, an order, limits on both sides and lists of
+# sequences all take registers.
 KINDS = {
+    "causal": {"causal": True},
+    "in order": {"causal": True, "deterministic": True},
+    "full, in order": {"deterministic": True},
     "left": {"window": (True, False), "qhead_per_kvhead": 2},
     "both": {"window": (True, True), "varlen": True},
     "ordered": {"window": (True, True), "deterministic": True, "qhead_per_kvhead": 2},
 }
 SPECS = {
     f"{row['head_dim']}_{row['head_dim_v']}-{kind}": BwdSpec(
-        "bf16", row["head_dim"], row["head_dim_v"], False, **options
+        "bf16", row["head_dim"], row["head_dim_v"], **{"causal": False, **options}
     )
     for row in plan.TILES
     for kind, options in KINDS.items()

@@ -1,4 +1,4 @@
-"""The dQ store warp, and the two orders in which CTAs may add to a dQ tile."""
+"""The dQ store warps, and the two orders in which CTAs may add to a dQ tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutlass import Int32, const_expr
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
 from fa_cute.ops import mask
-from fa_cute.ops.reduce import add_f32x4, bulk_add_f32
+from fa_cute.ops.reduce import add_f32x4, bulk_add_f32, bulk_store
 from fa_cute.ops.semaphore import pass_turn, wait_turn
 from fa_cute.sched.spt import lock_value
 
@@ -23,7 +23,11 @@ STORE_THREADS = WARPGROUP_THREADS + 32
 class AnyOrder:
     """Adds as soon as a chunk is ready: fast, and the sum depends on who comes first."""
 
-    def begin(self, cx: BwdCtx, m_block):
+    def rank(self, cx: BwdCtx, m_block):
+        """Nobody is the first."""
+        return Int32(1)
+
+    def begin(self, cx: BwdCtx, m_block, rank):
         """Nothing to wait for."""
 
     def end(self, cx: BwdCtx, m_block):
@@ -34,12 +38,16 @@ class AnyOrder:
 class Turnstile:
     """Adds in the order of the KV blocks (`sched.spt.lock_value`): the same sum in every run."""
 
-    @cute.jit
-    def begin(self, cx: BwdCtx, m_block):
-        """Wait for the KV blocks before this one."""
+    def rank(self, cx: BwdCtx, m_block):
+        """How many KV blocks add to a dQ tile before this one."""
         c = cx.cfg
         blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
-        wait_turn(cx.g.dq_count + cx.dq_tile(m_block), lock_value(cx.mask, cx.n_block, blocks))
+        return lock_value(cx.mask, cx.n_block, blocks)
+
+    @cute.jit
+    def begin(self, cx: BwdCtx, m_block, rank):
+        """Wait for the KV blocks before this one."""
+        wait_turn(cx.g.dq_count + cx.dq_tile(m_block), rank)
         # what the turn before us added was written by its bulk engine and is read by ours
         cute.arch.fence_proxy("async.global")
 
@@ -62,8 +70,11 @@ class Buffered:
     @cute.jit
     def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, m_block: Int32, lane, chunk):
         """A consumer warpgroup's chunk into its buffer, once the store warp has drained it."""
-        vectors = cx.cfg.dq_chunks.vectors
-        empty, full = cx.barrier_id("dq_empty_0") + lane.wg, cx.barrier_id("dq_full_0") + lane.wg
+        vectors, warps = cx.cfg.dq_chunks.vectors, cx.cfg.store_warps
+        empty = cx.barrier_id("dq_empty_0") + lane.wg
+        full = cx.barrier_id("dq_full_00") + warps * lane.wg
+        if const_expr(warps > 1):
+            full += m_block % warps
         cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
         to = (cx.smem.sdQ[None, lane.wg % cx.cfg.dq_buffers].iterator + lane.t * 4).align(16)
         layout = cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP_THREADS))
@@ -92,28 +103,32 @@ class Direct:
 
 @dataclass(frozen=True)
 class DqStore:
-    """One warp, of which one thread works. Waits dq_full_<w>, adds the chunk to the accumulator,
-    signals dq_empty_<w>."""
+    """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s.
+    Waits dq_full_<w><s>, adds the chunk to the accumulator, signals dq_empty_<w>."""
 
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
-        chunks, shared = c.dq_chunks, c.dq_buffers == 1
-        full = cx.barrier_id("dq_full_0")
+        chunks, shared, blocks = c.dq_chunks, c.dq_buffers == 1, cx.q_blocks()
+        first, turn = blocks.lo, Int32(0)
+        if const_expr(c.store_warps > 1):
+            turn = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - c.warps["dq_store"].start
+            first += (turn + blocks.lo) % c.store_warps
+        full = cx.barrier_id("dq_full_00") + turn
         elected = cute.arch.lane_idx() == 0
-        for w in cutlass.range_constexpr(c.dq_buffers):
-            self.drained(cx, w)
-        blocks = cx.q_blocks()
-        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+        if turn == 0:
+            for w in cutlass.range_constexpr(c.dq_buffers):
+                self.drained(cx, w)
+        for m_block in cutlass.range(first, blocks.hi, c.store_warps, unroll=1):
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
+            rank = cx.writer.order.rank(cx, m_block)
             if elected:
-                cx.writer.order.begin(cx, m_block)  # while the consumers still compute
+                cx.writer.order.begin(cx, m_block, rank)  # while the consumers still compute
             for chunk in cutlass.range_constexpr(chunks.num):  # each warpgroup writes one
-                cute.arch.barrier(barrier_id=full + chunk, number_of_threads=STORE_THREADS)
+                ready = full + c.store_warps * chunk
+                cute.arch.barrier(barrier_id=ready, number_of_threads=STORE_THREADS)
                 if elected:
-                    source = cx.smem.sdQ[None, chunk % c.dq_buffers].iterator
-                    bulk_add_f32(to + chunk * chunks.chunk_floats, source, chunks.chunk_floats * 4)
-                    cute.arch.cp_async_bulk_commit_group()
+                    self.write(cx, to + chunk * chunks.chunk_floats, chunk, rank)
                     if const_expr(shared or chunk == chunks.num - 1):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
@@ -125,7 +140,22 @@ class DqStore:
             if elected:
                 cx.writer.order.end(cx, m_block)
         if elected:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            # Shared memory outlives its reads; the grid's end completes what was added.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def write(self, cx: BwdCtx, to: cute.Pointer, chunk: cutlass.Constexpr[int], rank):
+        """A chunk to its place, on its own or on top of what is there."""
+        source = cx.smem.sdQ[None, chunk % cx.cfg.dq_buffers].iterator
+        num_bytes = cx.cfg.dq_chunks.chunk_floats * 4
+        if const_expr(cx.cfg.store_first):
+            if rank == 0:
+                bulk_store(to, source, num_bytes)
+            else:
+                bulk_add_f32(to, source, num_bytes)
+        else:
+            bulk_add_f32(to, source, num_bytes)
+        cute.arch.cp_async_bulk_commit_group()
 
     def drained(self, cx: BwdCtx, w):
         """Warpgroup w may write its buffer."""

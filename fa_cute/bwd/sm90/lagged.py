@@ -48,8 +48,10 @@ class Lagged:
     def run(self, cx: BwdCtx):
         thread, lane, parts, (dK, dV), blocks = begin(cx)
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
-        q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+        q_full = q.wait_and_advance()
         S = self.scores(cx, parts, q_full)
+        cx.pipes.load_v.make_consumer().wait()
+        do_full = do.wait_and_advance()
         self.step(cx, parts, (S, dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo + 1)[span]

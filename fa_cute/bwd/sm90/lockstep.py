@@ -46,6 +46,7 @@ class Lockstep:
         thread, lane, parts, (dK, dV), blocks = begin(cx)
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
         P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
+        cx.pipes.load_v.make_consumer().wait()
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo)[span]
             for m_block in cutlass.range(start, end, unroll=1):

@@ -49,7 +49,7 @@ def operands(cx: BwdCtx, thread, wg) -> Parts:
 
 def begin(cx: BwdCtx) -> tuple:
     """Where this thread stands among the consumers, its lane, its operands, the registers of dK and
-    dV, the query blocks; K and V are there.
+    dV, the query blocks; K is there, V need not be.
     """
     c, m = cx.cfg, cx.mmas
     thread = cute.arch.thread_idx()[0] - c.warps["consumer"].start * 32
@@ -59,5 +59,4 @@ def begin(cx: BwdCtx) -> tuple:
     sums = accumulator(m.dk, c.tile_n, c.head_dim), accumulator(m.dv, c.tile_n, c.head_dim_v)
     blocks = cx.q_blocks()
     cx.pipes.load_k.make_consumer().wait()
-    cx.pipes.load_v.make_consumer().wait()
     return thread, lane, parts, sums, blocks

@@ -43,6 +43,9 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
+    store_warps: warps that add dQ, in turn. A turn takes longer than a step (wait for it, add, wait
+        until all is added, pass it on), so where an order is kept the next one must overlap.
+    store_first: the first in the order stores instead of adding, and nobody zeroes the accumulator.
     late_do: dO is waited for when S has been issued ("lagged").
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
     late_stats: row statistics are loaded after the products that they wait with: fewer registers.
@@ -58,6 +61,8 @@ class BwdSm90Config:
     ds_stages: int = 2
     dq_split: str = "cols"
     dq_direct: bool = False
+    store_warps: int = 1
+    store_first: bool = False
     late_do: bool = False
     few_fences: bool = False
     late_stats: bool = False
@@ -75,6 +80,8 @@ class BwdSm90Config:
             raise PlanError(f"dq_split is {self.dq_split!r}; 'rows' or 'cols'")
         if self.schedule not in ("lagged", "lockstep"):
             raise PlanError(f"schedule is {self.schedule!r}; 'lagged' or 'lockstep'")
+        if self.store_warps not in (1, 2):
+            raise PlanError(f"store_warps is {self.store_warps}; 1 or 2")
         if self.ds_stages < self.ds_stages_needed:
             raise PlanError(
                 f"ds_stages is {self.ds_stages}; at least {self.ds_stages_needed}: a warpgroup "
@@ -116,8 +123,9 @@ class BwdSm90Config:
             consumers = (Role("values", first, first + 4, mine), Role("keys", first + 4, 12, mine))
         else:
             consumers = (Role("consumer", first, 12, mine),)
-        store = () if self.dq_direct else (Role("dq_store", 1, 2, other),)
-        idle = Role("idle", 1 + len(store), first, other)
+        last = 1 if self.dq_direct else 1 + self.store_warps
+        store = () if self.dq_direct else (Role("dq_store", 1, last, other),)
+        idle = Role("idle", last, first, other)
         return WarpPlan((Role("load", 0, 1, other), *store, idle, *consumers), launch_regs=168)
 
     @property
@@ -174,10 +182,11 @@ class BwdSm90Config:
         """
         all_ = ("values", "keys") if self.by_role else ("consumer",)
         v_users = ("keys",) if self.by_role else all_
+        # dq_full_<w><m % store_warps>: warpgroup w's dQ of step m; consecutive ids
+        names = [f"full_{w}{s}" for w in range(CONSUMERS) for s in range(self.store_warps)]
+        names += [f"empty_{w}" for w in range(CONSUMERS)]
         buffers = tuple(
-            Barrier(f"dq_{what}_{w}", (*all_, "dq_store"), WARPGROUP_THREADS + 32)
-            for what in ("full", "empty")
-            for w in range(CONSUMERS)
+            Barrier(f"dq_{name}", (*all_, "dq_store"), WARPGROUP_THREADS + 32) for name in names
         )
         if self.by_role:
             # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
@@ -200,24 +209,46 @@ class BwdSm90Config:
 
 # Head dims of the tiles and how they are cut; a problem takes the first row that holds its own.
 TILES = (
-    {"head_dim": 64, "head_dim_v": 64, "tile_m": 128, "dq_split": "rows", "ds_stages": 3},
+    {
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "tile_m": 128,
+        "dq_split": "rows",
+        "ds_stages": 3,
+        "few_fences": True,
+    },
     {"head_dim": 96, "head_dim_v": 96, "tile_m": 64, "schedule": "lockstep"},
-    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64, "schedule": "lockstep"},
+    {"head_dim": 128, "head_dim_v": 128, "tile_m": 64, "ds_stages": 3},
     {"head_dim": 192, "head_dim_v": 128, "tile_m": 64, "split": "roles"},
     {"head_dim": 192, "head_dim_v": 192, "tile_m": 64, "split": "roles"},
     {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
 )
-# What is faster without an order to keep: dQ straight from the registers, or a step late.
+# What an order to keep takes besides, and what is faster without one: dQ straight from the
+# registers, or a step late.
+ORDERED = {"store_warps": 2, "store_first": True}
 UNORDERED = {
-    64: {"dq_direct": True},
-    96: {"schedule": "lagged", "ds_stages": 3},
-    128: {"schedule": "lagged", "ds_stages": 3},
+    64: {"dq_direct": True, "few_fences": False, "late_stats": True},
+    96: {"schedule": "lagged", "ds_stages": 3, "late_do": True},
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
 
 # What a mask with a limit on the left takes besides, whose limits are in registers.
-TWO_LIMITS = {64: {"late_stats": True}, 128: {"late_stats": True}}
+TWO_LIMITS = {64: {"few_fences": False, "late_stats": True}, 128: {"late_stats": True}}
+TWO_LIMITS_ORDERED = {128: {"schedule": "lockstep", "ds_stages": 2}}
+
+
+def faster_in_order(spec: BwdSpec) -> bool:
+    """Whether the deterministic kernel is the faster one: nobody zeroes its accumulator.
+
+    Measured (NOTES): causal at head_dim 64 and 256, windows at 128. Not where kv heads are shared,
+    which would have to take turns at dK and dV.
+    """
+    if spec.shares_kv or spec.varlen or spec.head_dim != spec.head_dim_v:
+        return False
+    if any(spec.window):
+        return spec.head_dim == 128
+    return spec.causal and spec.head_dim in (64, 256)
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
@@ -227,10 +258,11 @@ def config(spec: BwdSpec) -> BwdSm90Config:
             continue
         if spec.band(0, 0).hides_keys:
             row = {**row, **TWO_LIMITS.get(row["head_dim"], {})}
+            if spec.deterministic:
+                row = {**row, **TWO_LIMITS_ORDERED.get(row["head_dim"], {})}
         if spec.deterministic:
-            return BwdSm90Config(
-                **row, scheduler="spt" if descends(spec.band(0, 0)) else "ascending"
-            )
+            order = "spt" if descends(spec.band(0, 0)) else "ascending"
+            return BwdSm90Config(**row, **ORDERED, scheduler=order)
         return BwdSm90Config(**{**row, **UNORDERED.get(row["head_dim"], {})})
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "

@@ -134,23 +134,22 @@ class Values:
         k.wait()
         blocks = cx.q_blocks()
         operands = (tSrK, tSrQ, tdVrdO, half)
-        handles = (q.wait_and_advance(), do.wait_and_advance())
-        self.step(cx, operands, dV, (blocks.lo, *handles), lane, (True, True))
+        rP = self.probabilities(cx, operands, (blocks.lo, q.wait_and_advance()), lane, True)
+        self.sum(cx, operands, (dV, rP), (blocks.lo, do.wait_and_advance()), lane, True)
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo + 1)[span]
             for m_block in cutlass.range(start, end, unroll=1):
-                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-                at = (m_block, q_full, do_full)
-                self.step(cx, operands, dV, at, lane, (False, masked))
+                at = (m_block, q.wait_and_advance())
+                rP = self.probabilities(cx, operands, at, lane, masked)
+                self.sum(cx, operands, (dV, rP), (m_block, do.wait_and_advance()), lane, False)
         half.last(cx, blocks.hi - 1, lane)
         self.epilogue.write(cx.anew(), ((DV, dV),), lane, t)
 
     @cute.jit
-    def step(self, cx: BwdCtx, operands, dV, at, lane: Lane, kind: cutlass.Constexpr):
-        """One query block; ``kind``: (whether it is the first, whether it needs the mask)."""
-        first, masked = kind
-        tSrK, tSrQ, tdVrdO, half = operands
-        m_block, q_full, do_full = at
+    def probabilities(self, cx: BwdCtx, operands, at, lane: Lane, masked: cutlass.Constexpr[bool]):
+        """P of one query block, handed to keys; returns it as an operand."""
+        tSrK, tSrQ, _, _ = operands
+        m_block, q_full = at
         S = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
         take_turn(cx, VALUES)
         gemm(cx.mmas.sdp, S, tSrK, tSrQ[None, None, None, q_full.index], False)
@@ -163,7 +162,14 @@ class Values:
         cute.autovec_copy(vectors(rP), exchange(cx, lane))
         p_full = cx.barrier_id("p_full")
         cute.arch.barrier_arrive(barrier_id=p_full, number_of_threads=BOTH)
+        return rP
 
+    @cute.jit
+    def sum(self, cx: BwdCtx, operands, accs, at, lane: Lane, first: cutlass.Constexpr[bool]):
+        """dV of one query block, and the left half of dQ of the one before."""
+        _, _, tdVrdO, half = operands
+        dV, rP = accs
+        m_block, do_full = at
         own = (cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index])
         half.turn(cx, own, m_block, lane, first)
         do_full.release()
@@ -195,19 +201,19 @@ class Keys:
         v.wait()
         blocks = cx.q_blocks()
         operands = (tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS)
-        handles = (q.wait_and_advance(), do.wait_and_advance())
-        self.step(cx, operands, dK, (blocks.lo, *handles), lane, True)
+        rdS = self.score_gradient(cx, operands, (blocks.lo, do.wait_and_advance()), lane)
+        self.sum(cx, operands, (dK, rdS), (blocks.lo, q.wait_and_advance()), lane, True)
         for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
-            q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
-            self.step(cx, operands, dK, (m_block, q_full, do_full), lane, False)
+            rdS = self.score_gradient(cx, operands, (m_block, do.wait_and_advance()), lane)
+            self.sum(cx, operands, (dK, rdS), (m_block, q.wait_and_advance()), lane, False)
         half.last(cx, blocks.hi - 1, lane)
         self.epilogue.write(cx.anew(), ((DK, dK),), lane, t)
 
     @cute.jit
-    def step(self, cx: BwdCtx, operands, dK, at, lane: Lane, first: cutlass.Constexpr[bool]):
-        """One query block."""
-        tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS = operands
-        m_block, q_full, do_full = at
+    def score_gradient(self, cx: BwdCtx, operands, at, lane: Lane):
+        """dS of one query block, in shared memory; returns it as an operand."""
+        tdPrV, tdPrdO, _, _, copy, tdSsdS = operands
+        m_block, do_full = at
         dP = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
         take_turn(cx, KEYS)
         gemm(cx.mmas.sdp, dP, tdPrV, tdPrdO[None, None, None, do_full.index], False)
@@ -219,7 +225,14 @@ class Keys:
         do_full.release()
         rdS = operand(cx, dP, cx.mmas.dk)
         share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
+        return rdS
 
+    @cute.jit
+    def sum(self, cx: BwdCtx, operands, accs, at, lane: Lane, first: cutlass.Constexpr[bool]):
+        """dK of one query block, and the right half of dQ of the one before."""
+        _, _, tdKrQ, half, _, _ = operands
+        dK, rdS = accs
+        m_block, q_full = at
         own = (cx.mmas.dk, dK, rdS, tdKrQ[None, None, None, q_full.index])
         half.turn(cx, own, m_block, lane, first)
         q_full.release()
