@@ -1,8 +1,9 @@
 """What binds each row on a GPU, by hardware counters: `python -m benchmarks.binds [--rows ...]`.
 
 Runs ncu over one call of each row's forward and backward (rows as in `benchmarks.attention`) and
-writes `binds.json`: per kernel its time and the share of peak of the tensor, exponential, FMA and
-load/store pipes, the issue slots, shared memory, L2 and DRAM. Clocks are left alone.
+writes `binds.json`, a line for each main kernel: its time and the share of peak of the tensor,
+exponential, FMA and load/store pipes, the issue slots, shared memory, L2 and DRAM. Clocks are left
+alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 
 from .attention import PASSES, TOKENS, WIDTH, chosen
 
+KERNELS = "regex:kernel_Maincfg|kernelFwdSm90"  # the main kernels of a backward, of a forward
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "LaunchStats")
 # What a line of binds.json says, and the ncu metric that it comes from (names differ by version).
 WANTED = {
@@ -39,6 +41,11 @@ WANTED = {
 }
 
 
+def rows_of(task: dict):
+    """(sequence length, pass) in the order of the calls."""
+    return itertools.product(task["seqlens"], task["passes"])
+
+
 def one(task: dict) -> None:
     """The calls of one (head_dim, mask), each profiled once after a first call."""
     import torch
@@ -48,7 +55,7 @@ def one(task: dict) -> None:
     from . import gpu
 
     d = task["head_dim"]
-    for seqlen, which in itertools.product(task["seqlens"], task["passes"]):
+    for seqlen, which in rows_of(task):
         batch, heads = TOKENS // seqlen, WIDTH // d
         shape = (batch, seqlen, seqlen), (heads, heads), (d, d)
         q, k, v = gpu.inputs(*shape, torch.bfloat16)
@@ -117,16 +124,25 @@ def short(kernel: str) -> str:
     return kernel[:80]
 
 
-def profile(task: dict, folder: str) -> list[dict]:
-    """ncu over one process."""
+def profile(tasks: list[dict], folder: str) -> list[dict]:
+    """ncu over one process that does all tasks; a line for each row."""
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    command += ["--kernel-name", KERNELS]
     command += ["--page", "raw", *itertools.chain(*(("--section", s) for s in SECTIONS))]
-    command += [sys.executable, "-m", "benchmarks.binds", "--one", json.dumps(task)]
+    command += [sys.executable, "-m", "benchmarks.binds", "--one", json.dumps(tasks)]
     done = subprocess.run(command, capture_output=True, text=True)
-    name = f"ncu_d{task['head_dim']}_{'causal' if task['causal'] else 'full'}.csv"
+    name = f"ncu_d{tasks[0]['head_dim']}.csv"
     with open(os.path.join(folder, name), "w") as file:
         file.write(done.stdout + done.stderr[-4000:])
-    return lines_of(done.stdout)
+    rows = [
+        {"head_dim": t["head_dim"], "causal": t["causal"], "seqlen": seqlen, "pass": which}
+        for t in tasks
+        for seqlen, which in rows_of(t)
+    ]
+    found = lines_of(done.stdout)
+    if len(found) != len(rows):
+        print(f"{len(found)} kernels for {len(rows)} rows\n{done.stderr[-1000:]}", file=sys.stderr)
+    return [row | line for row, line in zip(rows, found)]
 
 
 def main() -> int:
@@ -137,20 +153,21 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(json.loads(options.one))
+        for task in json.loads(options.one):
+            one(task)
         return 0
     dims, masks, lengths = chosen(options.rows)
     os.makedirs(options.out, exist_ok=True)
-    table = []
-    for d, causal in itertools.product(dims, masks):
-        task = {"head_dim": d, "causal": causal, "seqlens": lengths}
-        task["passes"] = options.passes.split(",")
-        kernels = profile(task, options.out)
-        table.append(task | {"kernels": kernels})
-        print(json.dumps(table[-1]), flush=True)
+    table, wanted = [], 0
+    for d in dims:
+        common = {"head_dim": d, "seqlens": lengths, "passes": options.passes.split(",")}
+        tasks = [common | {"causal": causal} for causal in masks]
+        wanted += sum(len(list(rows_of(task))) for task in tasks)
+        table += profile(tasks, options.out)
+        print(json.dumps(table[-len(tasks) :]), flush=True)
         with open(os.path.join(options.out, "binds.json"), "w") as file:
             json.dump(table, file, indent=1)
-    return 0 if all(row["kernels"] for row in table) else 1
+    return 0 if len(table) == wanted else 1
 
 
 if __name__ == "__main__":

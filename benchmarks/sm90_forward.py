@@ -95,14 +95,13 @@ def shapes():
 
 def causal_1k():
     """Head dim 128, causal, 1024 queries: tiles of 128 rows divide them, tiles of 192 do not."""
-    base = {"early_pass": 0, "causal": True, "seqlens": (1024, 2048)}
+    base = {"early_pass": 0, "causal": True, "seqlens": (1024, 2048, 4096, 16384)}
     two = base | {"teams": 2}
-    yield variant(128, scheduler="snake", teams=3, tile_n=80, kv_stages=3, **base)
-    yield variant(128, scheduler="snake", **two)
-    yield variant(128, scheduler="lpt_persistent", **two)
-    yield variant(128, scheduler="snake", scores_first=True, **two)
-    yield variant(128, scheduler="snake", tile_n=80, kv_stages=4, **two)
-    yield variant(128, scheduler="snake", tile_n=96, kv_stages=3, **two)
+    for tile in ({"tile_n": 80, "kv_stages": 3}, {"tile_n": 64, "kv_stages": 4}):
+        for order in ("snake", "lpt"):
+            yield variant(128, scheduler=order, teams=3, **tile, **base)
+    for order, first in (("snake", False), ("lpt_persistent", True), ("lpt_persistent", False)):
+        yield variant(128, scheduler=order, scores_first=first, **two)
 
 
 SETS = {"shapes": shapes, "causal_1k": causal_1k}

@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from benchmarks.gpu import LOCK
 from fa_cute import arch, compile, launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm90.plan import config
@@ -159,7 +160,7 @@ def small(dims):
 def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
     """Milliseconds of each function, interleaved round by round."""
     times = {name: [] for name in fns}
-    with open("/tmp/bwd_gpu.lock", "w") as lock:
+    with open(LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes compile side by side and time in turn
         for r in range(rounds + warm):
             names = list(fns)
@@ -258,12 +259,18 @@ def speed(dims):
 
 # what is tried beside the table's row
 LAG = {"schedule": "lagged", "ds_stages": 3}
-STEPS = [{"few_fences": True}, {"late_do": True}, {"few_fences": True, "late_do": True}]
-DIRECT = {"dq_direct": True, "q_stages": 3, "do_stages": 3}  # only without an order
-VARIANTS = {
-    "64": [*STEPS, {"schedule": "lockstep", "ds_stages": 2}],
-    "96": [{**LAG, **step} for step in STEPS],
-    "128": [LAG, *({**LAG, **step} for step in STEPS), {**LAG, **STEPS[0], **DIRECT}],
+STEP = {"schedule": "lockstep", "ds_stages": 2}
+LATE, FEW, LATE_DO = {"late_stats": True}, {"few_fences": True}, {"late_do": True}
+MANY = {"few_fences": False}
+DIRECT = {"dq_direct": True}
+ONE, ZEROED = {"store_warps": 1}, {"store_first": False}
+VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
+    ("64", False): (LATE_DO, MANY | LATE_DO, MANY | DIRECT | LATE),
+    ("64", True): (ONE, ZEROED, MANY, LATE_DO, STEP),
+    ("96", True): (ONE,),
+    ("128", False): (FEW, LATE | LATE_DO),
+    ("128", True): (ONE, LAG, LAG | LATE, LAG | FEW, LAG | LATE_DO),
+    ("256", True): (ONE, ONE | ZEROED),
 }
 
 
@@ -276,10 +283,7 @@ def variants(dims):
         spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
         base = config(spec)
         runs = {"ours": Backward(spec)}
-        for change in () if det and d == "256" else VARIANTS.get(d, ()):
-            if det:
-                change = {**change, "dq_direct": False, "q_stages": base.q_stages}
-                change["do_stages"] = base.do_stages
+        for change in VARIANTS.get((d, det), ()):
             name = ",".join(f"{k}={v}" for k, v in change.items())
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
         rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]

@@ -61,7 +61,8 @@ def check_compile():
 
 def check_graph():
     q, k, v = inputs()
-    want = gradients(both, q, k, v)
+    # Detached: a graph kept alive from another stream would tie the capture to that stream.
+    want = [t.detach() for t in gradients(both, q, k, v)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

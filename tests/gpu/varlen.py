@@ -1,9 +1,10 @@
-"""Sequences of any lengths on a real GPU: `python -m tests.gpu.varlen numbers|repeat|speed [DIM]`.
+"""Sequences of any lengths on a real GPU: `python -m tests.gpu.varlen PART [WORD]`.
 
 Not collected by pytest. Writes `$OUT/varlen_<part>.json`.
 
     numbers  forward and gradients of a head dim ("192,128": of k and v) against fp64, bit for bit
              the dense call of each sequence; compiles two dozen kernels, so one process each
+    warm     compiles what `speed` of a pass (fwd, bwd, det) needs, into the caches on disk
     repeat   1,000 deterministic runs of a mixed batch under load: the same bits
     speed    beside flash-attn-4 in the same run: equal lengths (and our dense call of the same), a
              mixed batch of 64 to 16k, causal; a window of 1024 at 16k; 8,192 sequences of 34
@@ -18,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,7 +36,7 @@ from tests.varlen_cases import (
     make,
 )
 
-RUNS, ROUNDS, BURST_MS = 1000, 7, 30.0
+RUNS, ROUNDS, BURST_MS = 1000, 5, 20.0
 LIMIT_S = 500.0
 
 
@@ -187,6 +188,22 @@ def contenders(race: Race, which: str) -> dict:
     return calls
 
 
+def warm(which: str) -> dict:
+    """One call of every kernel that `speed` times, on short sequences of the same kind."""
+    seen = {}
+    for race in races().values():
+        kind = (race.heads[0] != race.heads[1], race.causal, race.window)
+        if kind not in seen:
+            seen[kind] = None
+            try:
+                for call in contenders(replace(race, lengths=(1024, 1024)), which).values():
+                    call()
+            except Exception as error:
+                seen[kind] = repr(error)[:300]
+    torch.cuda.synchronize()
+    return {str(kind): error for kind, error in seen.items()}
+
+
 def milliseconds(call, burst_ms: float = BURST_MS) -> float:
     """Median of one call, of some ``burst_ms`` of them back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -243,6 +260,8 @@ def main() -> None:
         result = numbers((head_dims[0], head_dims[-1]))
     elif part == "repeat":
         result = repeat()
+    elif part == "warm":
+        result = warm(words[0])
     else:
         with gpu(LIMIT_S):
             result = speed()
