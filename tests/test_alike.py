@@ -35,16 +35,35 @@ def test_tensors_of_another_kind_are_not_alike(other, place):
     first = tensor(1, 64, 2, 64) if other is OTHERS["stride of a dimension of 1"] else tensor()
     given = [first.clone() for _ in range(3)]
     found = Alike()
-    found.add("what", 1, *given)
+    for _ in range(2):
+        found.add("what", 1, *given)
     assert found.find("what", *given) == found.find("what", *map(torch.clone, given)) == 1
     assert found.find("else", *given) is None
     given[place] = other(tensor() if first.shape[0] == 2 else given[place])
     assert found.find("what", *given) is None
 
 
-def test_the_first_kinds_are_kept():
+def test_the_last_kinds_are_kept():
     found = Alike()
     kinds = [tensor(1, n, 1, 8) for n in range(1, 12)]
     for n, t in enumerate(kinds):
         found.add("what", n, t)
-    assert [found.find("what", t) for t in kinds] == [*range(8), None, None, None]
+        found.add("what", n, t)
+    assert [found.find("what", t) for t in kinds] == [None] * 5 + [*range(5, 11)]
+    found.clear()
+    assert found.find("what", kinds[-1]) is None
+
+
+def test_a_tensor_that_comes_twice_is_not_checked():
+    found, t = Alike(), tensor()
+    for _ in range(3):
+        found.add("what", 1, t, t)
+    assert found.find("what", t, t) is None
+
+
+def test_kinds_that_take_turns_cost_no_checks():
+    found, kinds = Alike(), [tensor(1, n, 1, 8) for n in (1, 2)]
+    for _ in range(3):
+        for n, t in enumerate(kinds):
+            found.add("what", n, t)
+    assert [found.find("what", t) for t in kinds] == [None, None]

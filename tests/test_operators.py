@@ -409,10 +409,10 @@ def test_a_warm_backward_follows_determinism(given, monkeypatch):
         dispatch.Call, "_backward", lambda call, *how: found.append(how[0]) or resolve(call, *how)
     )
     q, k, v = leaves()
-    for deterministic in (False, True, False, True):
+    for deterministic in (False, True) * 3:
         out = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    assert found == [False, True]
+    assert found == [False, True] * 2  # looked for until it was wanted twice
 
 
 def test_results_are_packed_and_own_their_memory(given):
