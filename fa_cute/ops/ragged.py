@@ -15,9 +15,9 @@ dimensions more: ``ends``, over the same row stride, and ``back``, whose one coo
 ``r >= length`` is a rows coordinate of T or more: outside, so a load brings zeros and a store
 writes nothing. Offsets and ends are rows of the tensor, by `sched.varlen_sides.Side.span`.
 
-The base stays the tensor's own. With a base that lies T rows before the tensor one dimension would
-do, but the H200 reads the base of a map whose box is cut: an illegal address where nothing is
-mapped there.
+`seqlen.VarlenSeqlens.rows` makes the coordinates. The base stays the tensor's own: with one that
+lies T rows before the tensor one dimension would do, but the H200 reads the base of a map when all
+of a load's box is outside, an illegal address where nothing is mapped there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .arith import hi
+from .seqlen import BACK_ROWS
 
 ALIGN_BYTES = 16  # of a row, by the contract of the API
-ROWS = 2**30  # that ``back`` takes away; no tensor has more
-TURN_BYTES = 2**64 // ROWS
+TURN_BYTES = 2**64 // BACK_ROWS
 
 
 def tma_view(tensor: cute.Tensor, turned: bool = False) -> cute.Tensor:
@@ -51,13 +51,5 @@ def tma_view(tensor: cute.Tensor, turned: bool = False) -> cute.Tensor:
     shape, stride = (total, d, heads), (row, 1, head)
     if turned:
         shape, stride = (d, total, heads), (1, row, head)
-    layout = cute.make_layout((*shape, ROWS + 1, ROWS + 1), stride=(*stride, row, back))
+    layout = cute.make_layout((*shape, BACK_ROWS + 1, BACK_ROWS + 1), stride=(*stride, row, back))
     return cute.make_tensor(pointer, layout)
-
-
-def rows_of(view: cute.Tensor, offset, length, head, turned: bool = False) -> cute.Tensor:
-    """One head of the sequence of ``length`` rows from ``offset`` on: (rows, d), or (d, rows)."""
-    total = view.shape[int(turned)]
-    start, end = total - length, ROWS - total + offset + length
-    first = (0, start) if turned else (start, 0)
-    return cute.domain_offset((*first, 0, end, ROWS), view)[None, None, head, 0, 0]

@@ -24,6 +24,7 @@ from .arith import ceil_div
 
 SIDES = ("q", "k")
 RECORD_INTS = 8  # offset_q, len_q, offset_k, len_k; first tile_q, first tile_k, two unused
+BACK_ROWS = 2**30  # of packed tensors at most; see `ragged`
 
 
 def int_row(table: Any, row: Any, first: int, count: int) -> tuple:
@@ -120,9 +121,14 @@ class VarlenSeqlens:
         return {"q": (self.offset_q, self.q), "k": (self.offset_k, self.k)}[side]
 
     def rows(self, view: Any, side: str, head: Any, turned: bool = False) -> Any:
-        from .ragged import rows_of
+        import cutlass.cute as cute
 
-        return rows_of(view, *self._side(side), head, turned)
+        offset, length = self._side(side)
+        total = view.shape[int(turned)]
+        start, end = total - length, BACK_ROWS - total + offset + length
+        first = (0, start) if turned else (start, 0)
+        where = (*first, 0, end, BACK_ROWS)  # see `ragged`
+        return cute.domain_offset(where, view)[None, None, head, 0, 0]
 
     def plain(self, tensor: Any, side: str, head: Any) -> Any:
         import cutlass.cute as cute

@@ -241,14 +241,14 @@ TWO_LIMITS_ORDERED = {128: {"schedule": "lockstep", "ds_stages": 2}}
 def faster_in_order(spec: BwdSpec) -> bool:
     """Whether the deterministic kernel is the faster one: nobody zeroes its accumulator.
 
-    Measured (NOTES): causal at head_dim 64 and 256, windows at 128. Not where kv heads are shared,
-    which would have to take turns at dK and dV.
+    Measured (NOTES): causal at head_dim 64, windows at 128. Not where kv heads are shared, which
+    would have to take turns at dK and dV.
     """
     if spec.shares_kv or spec.varlen or spec.head_dim != spec.head_dim_v:
         return False
     if any(spec.window):
         return spec.head_dim == 128
-    return spec.causal and spec.head_dim in (64, 256)
+    return spec.causal and spec.head_dim == 64
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
