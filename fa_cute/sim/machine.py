@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_cute.errors import MisuseError, OutOfBoundsError, SimError
+from fa_cute.errors import ArgumentError, MisuseError, OutOfBoundsError, SimError
 from fa_cute.sim import blas
 from fa_cute.sim import operands as ops
 from fa_cute.sim.cta import Cluster, Cta, Launch
@@ -44,6 +44,11 @@ class Options:
     limit: int | None = None  # warp instructions of one warp, after which a run is given up
     unset: str = "report"  # reads of memory that nothing wrote: "report", "raise" or "ignore"
     engine: str | None = None  # "jit", "python", or None: FA_CUTE_SIM_JIT decides
+    sums: str = "fast"  # of wgmma: in fp32, or as "hopper" adds (see sums.py)
+
+    def __post_init__(self) -> None:
+        if self.sums not in ("fast", "hopper"):
+            raise ArgumentError(f"sums is {self.sums!r}; allowed: fast, hopper")
 
 
 class Machine:

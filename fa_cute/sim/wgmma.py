@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fa_cute.errors import MisuseError, UnknownInstructionError
-from fa_cute.sim import layouts
+from fa_cute.sim import layouts, sums
 from fa_cute.sim.handlers import FULL, handles
 from fa_cute.sim.memory import place
 from fa_cute.sim.operands import predicate, uniform64
@@ -168,15 +168,27 @@ class Product:
         a = self._a()
         if form.d_type == "s32":
             a = a.astype(np.float64)  # exact: fp32 holds 24 bits only
-        product = a @ b.T
-        warp.machine.counters["mma.flops"] += 2 * product.size * b.shape[1]
-        fragments = layouts.d_to_fragment(product)
         rows, accumulate = list(form.d_rows), self.steps[0][2]
+        warp.machine.counters["mma.flops"] += 2 * len(a) * len(b) * b.shape[1]
+        old = [share.accumulator() if accumulate else None for share in self.shares]
+        if warp.machine.options.sums == "hopper" and form.k == sums.STEP and form.d_type == "f32":
+            fragments = self._as_hopper(a, b, old)
+        else:
+            product = layouts.d_to_fragment(a @ b.T)
+            pairs = zip(product, old, strict=True)
+            fragments = [_combine(form.d_type, new, before) for new, before in pairs]
         for share, values in zip(self.shares, fragments, strict=True):
-            old = share.accumulator() if accumulate else None
-            share.warp.r32[rows] = _combine(form.d_type, values, old)
+            share.warp.r32[rows] = values
         for share in self.shares:
             share.done()
+
+    def _as_hopper(self, a, b, old) -> np.ndarray:
+        """Registers of each warp."""
+        d = np.zeros((len(a), len(b)), np.float32)
+        if old[0] is not None:
+            d = layouts.fragment_to_d(np.stack(old).view(np.float32))
+        found = layouts.d_to_fragment(sums.hopper(a, b, d))
+        return np.ascontiguousarray(found).view(np.uint32)
 
     def _a(self) -> np.ndarray:
         """(64, all K) float32."""
