@@ -16,8 +16,8 @@ from fa_cute.sim.machine import Options
 from tests.gpu.against_sim import CASES, inputs
 
 # SHA-256 of the bits of `out` that an H200 computed (kernels of commit 3b1f1fd, driver 580.159,
-# CUDA 13.0). Of the other three cases some bits differ: exp2 is not the chip's. A kernel that adds in
-# another order has other bits: then they are to be recorded anew.
+# CUDA 13.0). Of the other three cases some bits differ: exp2 is not the chip's. A kernel that adds
+# in another order has other bits: then they are to be recorded anew.
 H200 = {
     2: "0801dbaeafdd5e044ccae5b721431f450a59fdd0dfb41f79b8f757015f0bfbc8",
     4: "5bdd471eb4b3bade987b884d6fc8b4360c537d6731959794a66ae0de6cda4342",
