@@ -80,7 +80,7 @@ class Workspace:
     dq: Any  # (batch, heads, num_m, tile_m * head_dim) in fragment order
     dk: Any  # (batch, heads_kv, num_n, tile_n * head_dim) likewise; empty unless kv heads shared
     dv: Any  # (batch, heads_kv, num_n, tile_n * head_dim_v)
-    dq_count: Any  # (batch, heads, num_m, ctas) int32; empty unless deterministic
+    dq_count: Any  # (batch, heads, num_m, ctas) int32; empty unless in order
     dkv_count: Any  # (batch, heads_kv, num_n) int32; empty unless deterministic and shared
     size: Any  # floats in all
 
@@ -123,7 +123,8 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
     # CTAs of a pair add to different rows of a dQ tile, each in its own order.
     counts_q = n.heads * num_m * getattr(cfg, "ctas", 1)
-    dkv_count = dq_count + (_aligned(counts_q) if spec.deterministic else 0)
+    counted = spec.deterministic or getattr(cfg, "store_first", False)
+    dkv_count = dq_count + (_aligned(counts_q) if counted else 0)
     counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, dkv_count + _aligned(counts_kv))
 

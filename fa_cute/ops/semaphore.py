@@ -21,6 +21,14 @@ def wait_turn(counter: cute.Pointer, rank: Int32):
         now = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
 
 
+@cute.jit
+def wait_first(counter: cute.Pointer):
+    """Spin until somebody has passed; one thread. What it did before is visible after."""
+    now = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while now == 0:
+        now = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
 def pass_turn(counter: cute.Pointer):
     """Let the next rank in; one thread, after everything that it publishes has completed."""
     cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

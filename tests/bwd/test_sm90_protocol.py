@@ -32,11 +32,11 @@ from fa_cute.plan.events import (
 KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
 VARIANTS = (
     *TILES,
-    *({**row, **ORDERED} for row in TILES),
+    *({**row, **ORDERED, "scheduler": "ascending"} for row in TILES),
     *({**row, **UNORDERED[row["head_dim"]]} for row in TILES if row["head_dim"] in UNORDERED),
     {**KEYS_ROW, "late_do": True, "few_fences": True},
     {**KEYS_ROW, "dq_direct": True, "q_stages": 3, "do_stages": 3},
-    {**KEYS_ROW, **ORDERED, "schedule": "lockstep", "ds_stages": 2},
+    {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "schedule": "lockstep", "ds_stages": 2},
     {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]

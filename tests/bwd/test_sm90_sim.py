@@ -202,6 +202,25 @@ def test_no_races(head_dim, causal, deterministic):
     assert not [race for launch in session.launches for race in launch.races]
 
 
+FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True}
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True), (256, True)])
+def test_the_first_stores_and_nobody_zeroes(head_dim, causal, monkeypatch):
+    """In any order otherwise; also where some queries see no key, and with one CTA at a time."""
+    spec = BwdSpec("bf16", head_dim, head_dim, causal, 2)
+    cfg = dataclasses.replace(
+        plan.config(spec), **FIRST, scheduler="spt" if causal else "ascending", do_stages=1
+    )
+    monkeypatch.setattr(tune, "backward", lambda *_: cfg)
+    case = Case(spec, 200, 180)
+    for schedule in ("early", "late", "priority:1"):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        case.check()
+    with host.session(HOPPER, dsl=False, resident=1):
+        case.check()
+
+
 def test_views_and_contiguous_tensors_give_the_same_bits():
     case = Case(BwdSpec("bf16", 128, 128, True, deterministic=True), 150, 170)
     first = case.run()

@@ -258,19 +258,15 @@ def speed(dims):
 
 
 # what is tried beside the table's row
-LAG = {"schedule": "lagged", "ds_stages": 3}
-STEP = {"schedule": "lockstep", "ds_stages": 2}
-LATE, FEW, LATE_DO = {"late_stats": True}, {"few_fences": True}, {"late_do": True}
-MANY = {"few_fences": False}
-DIRECT = {"dq_direct": True}
-ONE, ZEROED = {"store_warps": 1}, {"store_first": False}
+FEW, MANY = {"few_fences": True}, {"few_fences": False}
+FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True}  # with the mask's order
 VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
-    ("64", False): (LATE_DO, MANY | LATE_DO, MANY | DIRECT | LATE),
-    ("64", True): (ONE, ZEROED, MANY, LATE_DO, STEP),
-    ("96", True): (ONE,),
-    ("128", False): (FEW, LATE | LATE_DO),
-    ("128", True): (ONE, LAG, LAG | LATE, LAG | FEW, LAG | LATE_DO),
-    ("256", True): (ONE, ONE | ZEROED),
+    ("64", False): (FIRST, FIRST | FEW | {"late_stats": False}),
+    ("64", True): (MANY,),
+    ("96", False): (FIRST,),
+    ("128", False): (FIRST, FIRST | FEW),
+    ("128", True): (FEW,),
+    ("256", False): (FIRST | {"do_stages": 1},),
 }
 
 
@@ -285,6 +281,8 @@ def variants(dims):
         runs = {"ours": Backward(spec)}
         for change in VARIANTS.get((d, det), ()):
             name = ",".join(f"{k}={v}" for k, v in change.items())
+            if change.get("store_first"):
+                change = {**change, "scheduler": "spt" if causal else "ascending"}
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
         rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]
     return rows

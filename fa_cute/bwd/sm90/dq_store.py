@@ -1,4 +1,4 @@
-"""The dQ store warps, and the two orders in which CTAs may add to a dQ tile."""
+"""The dQ store warps, and the orders in which CTAs may add to a dQ tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
 from fa_cute.ops import mask
 from fa_cute.ops.reduce import add_f32x4, bulk_add_f32, bulk_store
-from fa_cute.ops.semaphore import pass_turn, wait_turn
+from fa_cute.ops.semaphore import pass_turn, wait_first, wait_turn
 from fa_cute.sched.spt import lock_value
 
 STORE_THREADS = WARPGROUP_THREADS + 32
@@ -30,8 +30,43 @@ class AnyOrder:
     def begin(self, cx: BwdCtx, m_block, rank):
         """Nothing to wait for."""
 
-    def end(self, cx: BwdCtx, m_block):
+    def end(self, cx: BwdCtx, m_block, rank):
         """Nobody to tell."""
+
+
+def rank_of(cx: BwdCtx, m_block):
+    """How many KV blocks that add to a dQ tile are launched before this one."""
+    c = cx.cfg
+    blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
+    return lock_value(cx.mask, cx.n_block, blocks)
+
+
+@dataclass(frozen=True)
+class FirstStores:
+    """The KV block that is launched first stores, so that nobody zeroes the accumulator; the others
+    add in any order, once that is done.
+
+    Who waits does so for a CTA launched before it, so any number that fits at once will do.
+    """
+
+    def rank(self, cx: BwdCtx, m_block):
+        """Its place in the order of launches."""
+        return rank_of(cx, m_block)
+
+    @cute.jit
+    def begin(self, cx: BwdCtx, m_block, rank):
+        """All but the first wait for the first."""
+        if rank > 0:
+            wait_first(cx.g.dq_count + cx.dq_tile(m_block))
+            cute.arch.fence_proxy("async.global")
+
+    @cute.jit
+    def end(self, cx: BwdCtx, m_block, rank):
+        """What was stored must be there before anybody adds to it."""
+        if rank == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.fence_proxy("async.global")
+            pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
 
 
 @dataclass(frozen=True)
@@ -40,9 +75,7 @@ class Turnstile:
 
     def rank(self, cx: BwdCtx, m_block):
         """How many KV blocks add to a dQ tile before this one."""
-        c = cx.cfg
-        blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
-        return lock_value(cx.mask, cx.n_block, blocks)
+        return rank_of(cx, m_block)
 
     @cute.jit
     def begin(self, cx: BwdCtx, m_block, rank):
@@ -52,7 +85,7 @@ class Turnstile:
         cute.arch.fence_proxy("async.global")
 
     @cute.jit
-    def end(self, cx: BwdCtx, m_block):
+    def end(self, cx: BwdCtx, m_block, rank):
         """The additions themselves must be complete, not just the buffer read, before the next
         turn.
         """
@@ -138,7 +171,7 @@ class DqStore:
                 for chunk in cutlass.range_constexpr(chunks.num):
                     self.drained(cx, chunk)
             if elected:
-                cx.writer.order.end(cx, m_block)
+                cx.writer.order.end(cx, m_block, rank)
         if elected:
             # Shared memory outlives its reads; the grid's end completes what was added.
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -21,7 +21,14 @@ from fa_cute.bwd.sm90.ctx import (
     build_smem,
     make_mmas,
 )
-from fa_cute.bwd.sm90.dq_store import AnyOrder, Buffered, Direct, DqStore, Turnstile
+from fa_cute.bwd.sm90.dq_store import (
+    AnyOrder,
+    Buffered,
+    Direct,
+    DqStore,
+    FirstStores,
+    Turnstile,
+)
 from fa_cute.bwd.sm90.epilogue import Add, Store
 from fa_cute.bwd.sm90.lagged import Lagged
 from fa_cute.bwd.sm90.load import Load
@@ -111,7 +118,9 @@ class Main:
         """How dQ gets to its accumulator."""
         if self.cfg.dq_direct:
             return Direct()
-        return Buffered(Turnstile() if self.spec.deterministic else AnyOrder())
+        if self.spec.deterministic:
+            return Buffered(Turnstile())
+        return Buffered(FirstStores() if self.cfg.store_first else AnyOrder())
 
     @property
     def epilogue(self):

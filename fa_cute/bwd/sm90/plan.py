@@ -80,6 +80,11 @@ class BwdSm90Config:
             raise PlanError(f"dq_split is {self.dq_split!r}; 'rows' or 'cols'")
         if self.schedule not in ("lagged", "lockstep"):
             raise PlanError(f"schedule is {self.schedule!r}; 'lagged' or 'lockstep'")
+        if self.store_first and (self.dq_direct or self.scheduler == "single"):
+            raise PlanError(
+                "store_first needs dQ through shared memory, and that who stores is launched "
+                "first: scheduler 'spt' for masks with a limit on the right, else 'ascending'"
+            )
         if self.store_warps not in (1, 2):
             raise PlanError(f"store_warps is {self.store_warps}; 1 or 2")
         if self.ds_stages < self.ds_stages_needed:
