@@ -44,6 +44,7 @@ RULES = (
     Rule("ops", (*BASE, "plan"), ("cutlass",)),
     Rule("sched", (*BASE, *PURE_OPS), lazy=("cutlass",)),
     Rule("sched.varlen_prepare", (*BASE, *PURE_OPS, "sched"), ("cutlass",)),
+    Rule("sched.varlen_cta", (*BASE, *PURE_OPS, "sched"), ("cutlass",)),
     Rule("sched.varlen_sides", (*BASE, *PURE_OPS), ("cutlass",)),
     # Plans and arguments are read by tables and the command line: no DSL behind them.
     *(

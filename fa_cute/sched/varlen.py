@@ -16,7 +16,9 @@ heads; an entry stands for all heads of a section, which are the fastest index.
 
 Where a fixed set of CTAs gets the tiles in turn, every other round backwards (`Varlen`), entries
 are sorted once more, longest first, within chunks that fill whole pairs of rounds: then all CTAs
-have the same amount of work after each chunk, and what runs together still shares K and V.
+have the same amount of work after each chunk, and what runs together still shares K and V. Tiles of
+a chunk run together, whichever sections they are of: so these are narrow enough for a chunk of one
+pair of rounds. Equal lengths then come in the order of a dense causal batch (`snake`).
 
 Tile i costs three loads, whatever the batch is: the header, which stays in L1, the entry, and the
 record of its sequence. Only the first role of a CTA that asks waits for L2.
@@ -32,13 +34,13 @@ from ..ops.mask import Band, kv_blocks, q_blocks
 from ..ops.seqlen import RECORD_INTS, int_row
 from .base import Once, Tile, capped, grid_of
 from .lpt import heads_in_l2
-from .snake import SnakeWalk
+from .snake import LONG_SECTION_BYTES, SnakeWalk
 
 CLASSES = 256  # of lengths that the order tells apart
 HEADER_INTS = 8
 ENTRY_INTS = 4  # sequence, block, first head, blocks it visits: one load of 16 bytes
-MOST_HEADS = 1024  # a section is one of the powers of two up to here, or all heads
-MOST_CHUNK = 512  # entries that are sorted together
+MOST_DEALT = 4  # heads of a section, where tiles are dealt
+MOST_CHUNK = 320  # entries that are sorted together: two rounds of 160 CTAs
 
 
 @dataclass(frozen=True)
@@ -80,21 +82,32 @@ class Work:
         """Rows of the other side that a tile reads at most, of ``longest`` that there are."""
         return mask.most_keys(self.tile_q if self.owner == "q" else self.tile_k, longest)
 
-    def section(self, longest: Any, units: Any, heads_per_unit: Any) -> Any:
+    def section(self, longest: Any, units: Any, heads_per_unit: Any, num_sms: Any = None) -> Any:
         """Heads of a section: all, or a power of two of units that divides them and fits in L2;
         ``longest`` are the rows that a tile reads.
 
         A unit is what shares the rows of the other side: the query heads of a kv head (forward),
-        one query head (backward).
+        one query head (backward). With ``num_sms`` (see `lists`) sections are small: tiles that are
+        sorted together are of several, and these have to end where two rounds of CTAs do.
         """
-        fit = heads_in_l2(longest, self.bytes_per_row, units)
-        found = _powers(units, fit)
-        all_fit = at_most(units, fit)
+        if num_sms is None:
+            fit = heads_in_l2(longest, self.bytes_per_row, units)
+            all_fit = at_most(units, fit)
+        else:
+            fit, power, rows = 1, 2, LONG_SECTION_BYTES // self.bytes_per_row
+            while power <= MOST_DEALT:
+                bytes_fit = at_most(longest + at_most(1, num_sms) * longest, rows // power)
+                fit = fit + (power // 2) * bytes_fit
+                power *= 2
+            fit = lo(fit, hi(lowest_bit(2 * num_sms | MOST_DEALT) // heads_per_unit, 1))
+            # Of one tile per head and sequence none shares anything with another.
+            all_fit = hi(at_most(units, fit), at_most(longest, self.tile_q))
+        found = lo(lowest_bit(units), fit)
         return (found + all_fit * (units - found)) * heads_per_unit
 
     def chunk(self, width: Any, num_sms: Any) -> Any:
         """Entries of ``width`` heads that fill whole pairs of rounds of ``num_sms`` CTAs."""
-        return lo(2 * num_sms // _powers(2 * num_sms, width & -width), MOST_CHUNK)
+        return lo(2 * num_sms // lowest_bit(2 * num_sms | width), MOST_CHUNK)
 
     def tiles(self, side: str, total: Any, batch: Any) -> Any:
         """No more tiles than this, whatever the lengths."""
@@ -129,13 +142,9 @@ def _four(ints: Any) -> Any:
     return ceil_div(ints, 4) * 4
 
 
-def _powers(x: Any, limit: Any) -> Any:
-    """The largest power of two that divides ``x`` and is at most ``limit``."""
-    found, power = 1, 2
-    while power <= MOST_HEADS:
-        found = found + (power // 2) * at_most(x % power, 0) * at_most(power, limit)
-        power *= 2
-    return found
+def lowest_bit(x: Any) -> Any:
+    """The largest power of two that divides ``x``; 0 of 0."""
+    return x & -x
 
 
 @dataclass(frozen=True)
@@ -155,10 +164,19 @@ class Workspace:
 
 def shift_of(most: Any) -> Any:
     """Bits that lengths up to ``most`` lose so that `CLASSES` hold them."""
-    shift = 0
-    for bits in range(CLASSES.bit_length() - 1, 31):
-        shift = shift + at_most(1 << bits, most)
-    return shift
+    bits = CLASSES.bit_length() - 1
+    if isinstance(most, int):
+        return max(most.bit_length() - bits, 0)
+    from cutlass import Int32, cute
+
+    return hi(32 - bits - Int32(cute.arch.clz(most)), 0)
+
+
+def class_of(visited: Any, most: Any) -> Any:
+    """What tiles are sorted by, 0 for the longest; of a band with two sides some may visit more
+    than the ``most`` of the tiles at the ends.
+    """
+    return hi(most - visited, 0) >> shift_of(most)
 
 
 @dataclass(frozen=True)
@@ -182,7 +200,8 @@ def lists(
 ) -> Lists:
     """The lists in Python: ``lengths`` are (offset_q, len_q, offset_k, len_k) of the sequences.
 
-    What the kernel must leave, and all that tests of the order need.
+    What the kernel must leave, and all that tests of the order need. Tiles are dealt to
+    ``num_sms`` CTAs in turn; 0: to whoever is free, None: sections fill L2 as well.
     """
     records, owner_q, owner_k = [], [], []
     for s, (offset_q, len_q, offset_k, len_k) in enumerate(lengths):
@@ -191,11 +210,10 @@ def lists(
         owner_k += [s] * work.tiles_k(len_k)
     blocks = [work.longest(mask, len_q, len_k) for _, len_q, _, len_k in lengths]
     most = max(blocks)
-    shift = shift_of(most)
-    ranked = sorted(range(len(lengths)), key=lambda s: (most - blocks[s]) >> shift)  # stable
+    ranked = sorted(range(len(lengths)), key=lambda s: class_of(blocks[s], most))  # stable
     longest = max(n[3 if work.owner == "q" else 1] for n in lengths)
     seen = work.seen(mask, longest)
-    width = work.section(seen, heads // heads_per_unit, heads_per_unit)
+    width = work.section(seen, heads // heads_per_unit, heads_per_unit, num_sms)
     entries = []
     for s in ranked:
         _, len_q, _, len_k = lengths[s]
@@ -205,10 +223,10 @@ def lists(
             for b in (reversed(order) if work.descending else order)
         ]
         entries += [(s, b, first, n) for first in range(0, heads, width) for b, n in listed]
-    if num_sms is not None and most > 1:
+    if num_sms and most > 1:
         chunk = work.chunk(width, num_sms)
         parts = [entries[i : i + chunk] for i in range(0, len(entries), chunk)]
-        entries = [e for part in parts for e in sorted(part, key=lambda e: -e[3])]  # stable
+        entries = [e for part in parts for e in sorted(part, key=lambda e: class_of(e[3], most))]
     tiles = len(owner_q if work.owner == "q" else owner_k)
     header = (tiles, width, len(owner_q), len(owner_k), 0, 0, 0, 0)
     return Lists([header], records, entries or [(0, 0, 0, 0)], owner_q, owner_k)

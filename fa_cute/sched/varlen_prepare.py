@@ -1,9 +1,18 @@
 """The small kernel that lists the tiles of sequences (see `varlen`), by one CTA, at a cost linear
 in sequences and tiles; the others fill the rows of no sequence meanwhile.
 
+The main kernel waits for it, so what counts is how long it takes from the first load to the last
+store. What it lists comes from a table of the sequences in shared memory, longest first: thread e
+finds the e-th entry by a search for the last sequence that starts at or before it.
+
+    up to 32 sequences     one warp makes the table, without a barrier
+    up to 1024             all threads make it (`records`, `rank`, `tables`)
+    more                   likewise, the table for 1024 of them at a time, whose entries go to
+                           global memory before they are sorted
+
 Sequences are sorted by counting: each warp counts the classes of its part of the batch, a scan over
 (class, warp) gives every warp its places, and each warp fills them in the order of the batch, so
-the result is the same in every run.
+the result is the same in every run. Entries of a chunk likewise, by one warp.
 """
 
 from __future__ import annotations
@@ -23,21 +32,41 @@ from .varlen import (
     CLASSES,
     ENTRY_INTS,
     HEADER_INTS,
-    MOST_CHUNK,
     Lists,
     Varlen,
     VarlenOnce,
     Work,
-    shift_of,
+    class_of,
+)
+from .varlen_cta import (
+    ENTRIES,
+    MOST,
+    NUM_FACTS,
+    THREADS,
+    TILES_K,
+    TILES_Q,
+    WARPS,
+    WIDTH,
+    Shared,
+    alike,
+    fill,
+    largest,
+    last_upto,
+    neighbours,
+    own,
+    places,
+    put,
+    scan,
+    shared,
+    sort,
+    sum_of,
+    sum_up,
+    warp_scan,
 )
 from .varlen_sides import WARP, Side
 
-WARPS = 32
-THREADS = WARPS * WARP
-COUNTS = CLASSES * WARPS // THREADS  # of classes that a thread scans
 FILLERS = 128  # CTAs that fill rows of no sequence, at most
 ROWS_PER_FILLER = 256
-FEW = 8  # tiles that a lane writes alone; a warp writes more of them together
 
 
 @dataclass(frozen=True)
@@ -120,8 +149,9 @@ class Prepare:
     @cute.kernel
     def kernel(self, a: Inputs):
         cta = cute.arch.block_idx()[0]
+        m = shared()
         if cta == 0:
-            self.list_tiles(a)
+            self.list_tiles(a, m)
         else:
             batch = a.lists.records.shape[0]
             part = (cta - 1) * WARPS + cute.arch.thread_idx()[0] // WARP
@@ -130,138 +160,181 @@ class Prepare:
             a.k.fill(batch, part, parts)
 
     @cute.jit
-    def list_tiles(self, a: Inputs):
+    def list_tiles(self, a: Inputs, m: Shared):
         """All of the lists, by one CTA."""
-        smem = cutlass.memory.SmemAllocator()
-        sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
-        places = smem.allocate_tensor(
-            Int32, cute.make_layout((CLASSES, WARPS), stride=(WARPS, 1)), 16
-        )
-        t = cute.arch.thread_idx()[0]
-        tiles_q, tiles_k, most, longest = self.records(a, sums)
-        shift = shift_of(most)
-        self.rank(a, sums, places, most, shift)
-        units = a.heads // a.heads_per_unit
-        seen = self.work.seen(a.mask, longest)
-        width = self.work.section(seen, units, a.heads_per_unit)
-        alike = most <= 1  # every tile visits one block or none: not worth sorting
-        num_entries = self.entries(a, sums, width, alike)
-        if const_expr(a.sms is not None):
-            costs = smem.allocate_tensor(
-                Int32, cute.make_layout((MOST_CHUNK, WARPS), stride=(1, MOST_CHUNK)), 16
-            )
+        batch, t = a.lists.records.shape[0], cute.arch.thread_idx()[0]
+        if batch <= WARP:
+            if t < WARP:
+                self.few(a, m)
             cute.arch.sync_threads()
-            if not alike:
-                self.deal(a, costs, self.work.chunk(width, a.sms), num_entries)
-        if t == 0:
+            if const_expr(self.work.owners):
+                own(a.lists.owner_q, m.first_q, m.facts[TILES_Q])
+                own(a.lists.owner_k, m.first_k, m.facts[TILES_K])
+        else:
+            self.records(a, m)
+            self.rank(a, m)
+            self.tables(a, m)
+        num_entries = lo(m.facts[ENTRIES], a.lists.entries.shape[0])
+        if const_expr(a.sms is None):
+            if batch <= THREADS:
+                self.write(a, m, a.lists.entries, 0, num_entries)
+        else:
+            if self.dealt(a, m):
+                self.deal(a, m, num_entries)
+            else:
+                if batch <= THREADS:
+                    self.write(a, m, a.lists.entries, 0, num_entries)
+        if t == THREADS - 1:  # of the warp that has the least to do
+            width = m.facts[WIDTH]
             tiles = num_entries // (a.heads // width)
-            header = a.lists.header
-            header[0, 0] = tiles
-            header[0, 1] = width
-            header[0, 2] = tiles_q
-            header[0, 3] = tiles_k
+            header = (tiles, width, m.facts[TILES_Q], m.facts[TILES_K])
+            put(a.lists.header, 0, header)
             if tiles == 0:  # somebody may look, though nobody uses it
-                for i in cutlass.range_constexpr(ENTRY_INTS):
-                    a.lists.entries[0, i] = Int32(0)
+                put(a.lists.entries, 0, (Int32(0),) * ENTRY_INTS)
+
+    def dealt(self, a: Inputs, m: Shared):
+        """Whether tiles are sorted: not where every one visits one block or none."""
+        return (m.facts[MOST] > 1) & (a.sms > 0)
+
+    # ---- what the sequences are ----
+    def sequence(self, a: Inputs, s):
+        """(offsets, lengths) of a sequence."""
+        batch = a.lists.records.shape[0]
+        given_q, given_k = a.q.given(s), a.k.given(s)  # all loads before one is waited for
+        offset_q, len_q = a.q.span(s, batch, given_q)
+        offset_k, len_k = a.k.span(s, batch, given_k)
+        return (offset_q, offset_k), (len_q, len_k)
+
+    def read_rows(self, lengths):
+        """Of the side that tiles read."""
+        return lengths[1 if self.work.owner == "q" else 0]
+
+    def width(self, a: Inputs, longest):
+        """Heads of a section, if tiles read so many rows at most."""
+        seen = self.work.seen(a.mask, longest)
+        return self.work.section(seen, a.heads // a.heads_per_unit, a.heads_per_unit, a.sms)
 
     @cute.jit
-    def records(self, a: Inputs, sums):
-        """Where each sequence lies; returns the tiles of both sides, the most blocks that a tile
-        visits, the most rows of the side that tiles read.
+    def record(self, a: Inputs, s, offsets, lengths, first, tiles):
+        """Write the record of a sequence, if there is one; returns its lengths, 0 where ``tiles``
+        of numbers that decrease are more than there is room for: not one past the end.
         """
+        batch, work = a.lists.records.shape[0], self.work
+        fits_q = first[0] + tiles[0] <= work.tiles("q", a.q.total, batch)
+        fits_k = first[1] + tiles[1] <= work.tiles("k", a.k.total, batch)
+        fits = fits_q and fits_k
+        len_q = lengths[0] if fits else Int32(0)
+        len_k = lengths[1] if fits else Int32(0)
+        if s < batch:
+            put(a.lists.records, s, (offsets[0], len_q, offsets[1], len_k))
+            a.lists.records[s, 4] = first[0]
+            a.lists.records[s, 5] = first[1]
+        return len_q, len_k
+
+    @cute.jit
+    def few(self, a: Inputs, m: Shared):
+        """Up to a warp of sequences, by one warp: records, facts, the table."""
+        work, batch = self.work, a.lists.records.shape[0]
+        s = cute.arch.lane_idx()
+        inside = s < batch
+        offsets, lengths = self.sequence(a, lo(s, batch - 1))
+        tiles_q = work.tiles_q(lengths[0]) if inside else Int32(0)
+        tiles_k = work.tiles_k(lengths[1]) if inside else Int32(0)
+        upto_q, upto_k = warp_scan((tiles_q, tiles_k))
+        first = upto_q - tiles_q, upto_k - tiles_k
+        if const_expr(work.owners):
+            m.first_q[s], m.first_k[s] = first
+        visited = work.longest(a.mask, *lengths)
+        most = cute.arch.warp_redux_sync(visited, "max")
+        lower, same = alike(class_of(visited, most), inside)
+        rank = cute.arch.popc(lower) + cute.arch.popc(same & cute.arch.lanemask_lt())
+        width = self.width(a, cute.arch.warp_redux_sync(self.read_rows(lengths), "max"))
+        len_q, len_k = self.record(a, s, offsets, lengths, first, (tiles_q, tiles_k))
+        if inside:
+            put(m.table, rank, (s, len_q, len_k, work.tiles_of(len_q, len_k)))
+        cute.arch.sync_warp()
+        num = m.table[lo(s, batch - 1), 3] * (a.heads // width) if inside else Int32(0)
+        upto = warp_scan((num,))[0]
+        m.starts[s] = upto - num
+        if s == WARP - 1:
+            self.note(m, (upto_q, upto_k, width, upto, most))
+
+    @cute.jit
+    def note(self, m: Shared, facts):
+        """Write the facts."""
+        for i in cutlass.range_constexpr(NUM_FACTS):
+            m.facts[i] = facts[i]
+
+    @cute.jit
+    def records(self, a: Inputs, m: Shared):
+        """Records, owners and facts, but for the number of entries."""
         work, batch = self.work, a.lists.records.shape[0]
         t = cute.arch.thread_idx()[0]
-        first_q, first_k, most, longest = Int32(0), Int32(0), Int32(0), Int32(0)
+        mine, zero = neighbours(m.counts.iterator, t)
+        zero.fill(0)
+        cute.autovec_copy(zero, mine)  # for `rank`
+        all_q, all_k, most, longest = Int32(0), Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(ceil_div(batch, THREADS), unroll=1):
             s = i * THREADS + t
-            inside = s < batch
-            row = lo(s, batch - 1)
-            offset_q, len_q = a.q.span(row, batch)
-            offset_k, len_k = a.k.span(row, batch)
-            tiles_q, tiles_k = work.tiles_q(len_q), work.tiles_k(len_k)
-            visited = work.longest(a.mask, len_q, len_k)
+            offsets, lengths = self.sequence(a, lo(s, batch - 1))
+            tiles_q = work.tiles_q(lengths[0]) if s < batch else Int32(0)
+            tiles_k = work.tiles_k(lengths[1]) if s < batch else Int32(0)
+            visited = work.longest(a.mask, *lengths)
             most = hi(most, visited)
-            longest = hi(longest, len_k if const_expr(work.owner == "q") else len_q)
-            tiles_q = tiles_q if inside else Int32(0)
-            tiles_k = tiles_k if inside else Int32(0)
-            before_q, all_q = scan(tiles_q, sums, 0)
-            before_k, all_k = scan(tiles_k, sums, 1)
-            # Numbers that decrease make more tiles than there is room for: not one past the end.
-            fits_q = first_q + before_q + tiles_q <= work.tiles("q", a.q.total, batch)
-            fits_k = first_k + before_k + tiles_k <= work.tiles("k", a.k.total, batch)
-            if inside:
-                record = (
-                    offset_q,
-                    len_q if fits_q and fits_k else Int32(0),
-                    offset_k,
-                    len_k if fits_q and fits_k else Int32(0),
-                    first_q + before_q,
-                    first_k + before_k,
-                )
-                for j in cutlass.range_constexpr(len(record)):
-                    a.lists.records[s, j] = record[j]
+            longest = hi(longest, self.read_rows(lengths))
+            before, total = scan((tiles_q, tiles_k), m.sums[i % 2, None, None])
+            first = all_q + before[0], all_k + before[1]
+            self.record(a, s, offsets, lengths, first, (tiles_q, tiles_k))
+            if s < batch:
                 a.blocks[s] = visited
             if const_expr(work.owners):
-                fill(a.lists.owner_q, s, first_q + before_q, tiles_q)
-                fill(a.lists.owner_k, s, first_k + before_k, tiles_k)
-            first_q += all_q
-            first_k += all_k
-            cute.arch.sync_threads()  # before `sums` is written again
-        return first_q, first_k, largest(most, sums, 0), largest(longest, sums, 1)
+                fill(a.lists.owner_q, s, first[0], tiles_q)
+                fill(a.lists.owner_k, s, first[1], tiles_k)
+            all_q += total[0]
+            all_k += total[1]
+        most, longest = largest((most, longest), m.sums[2, None, None])
+        if t < WARP:
+            width = self.width(a, longest)
+            if t == 0:
+                self.note(m, (all_q, all_k, width, Int32(0), most))
+        cute.arch.sync_threads()
 
     @cute.jit
-    def rank(self, a: Inputs, sums, places, most, shift):
+    def rank(self, a: Inputs, m: Shared):
         """Sequences by descending class, those of a class in the order of the batch."""
         batch = a.blocks.shape[0]
         t = cute.arch.thread_idx()[0]
         warp, lane = t // WARP, t % WARP
-        # The counts of (class, warp) in order, some neighbours a thread.
-        mine = cute.local_tile(
-            cute.make_tensor(places.iterator, cute.make_layout(CLASSES * WARPS)), (COUNTS,), (t,)
-        )
-        counts = cute.make_rmem_tensor(COUNTS, Int32)
-        counts.fill(0)
-        cute.autovec_copy(counts, mine)
-        cute.arch.sync_threads()
+        most, counts = m.facts[MOST], m.counts.iterator + warp  # (class, warp)
         steps = ceil_div(batch, THREADS)
-        start = warp * steps * WARP
+        start = warp * steps * WARP + lane
         for i in cutlass.range(steps, unroll=1):
-            s = start + i * WARP + lane
-            kind = (most - a.blocks[lo(s, batch - 1)]) >> shift
-            peers = same(kind, s < batch)
-            if s < batch and peers & (cute.arch.lanemask_lt()) == 0:
-                places[kind, warp] = places[kind, warp] + cute.arch.popc(peers)
-            cute.arch.sync_warp()
-        cute.arch.sync_threads()
-        cute.autovec_copy(mine, counts)
-        own = Int32(0)
-        for i in cutlass.range_constexpr(COUNTS):
-            own += counts[i]
-        at, _ = scan(own, sums, 0)
-        for i in cutlass.range_constexpr(COUNTS):
-            count = counts[i]
-            counts[i] = at
-            at += count
-        cute.autovec_copy(counts, mine)
-        cute.arch.sync_threads()
-        for i in cutlass.range(steps, unroll=1):
-            s = start + i * WARP + lane
-            kind = (most - a.blocks[lo(s, batch - 1)]) >> shift
-            peers = same(kind, s < batch)
-            ahead = cute.arch.popc(peers & cute.arch.lanemask_lt())
-            place = places[kind, warp]
-            cute.arch.sync_warp()  # all have read before one writes
+            s = start + i * WARP
             if s < batch:
-                a.ranked[place + ahead] = s
-                if ahead == 0:
-                    places[kind, warp] = place + cute.arch.popc(peers)
-            cute.arch.sync_warp()
+                cute.arch.atomic_add(counts + class_of(a.blocks[s], most) * WARPS, Int32(1))
+        cute.arch.sync_threads()
+        # The counts of (class, warp) in order, some neighbours a thread.
+        mine, values = neighbours(m.counts.iterator, t)
+        cute.autovec_copy(mine, values)
+        before, _ = scan((sum_of(values),), m.sums[0, None, None])
+        sum_up(values, before[0])
+        cute.autovec_copy(values, mine)
+        cute.arch.sync_threads()
+        for i in cutlass.range(steps, unroll=1):
+            s = start + i * WARP
+            kind = class_of(a.blocks[lo(s, batch - 1)], most)
+            place = places(kind, s < batch, counts, WARPS)
+            if s < batch:
+                a.ranked[place] = s
         cute.arch.sync_threads()
 
+    # ---- what their tiles are ----
     @cute.jit
-    def entries(self, a: Inputs, sums, width, alike):
-        """The tiles of all sequences in their order; returns how many entries."""
-        batch, sections = a.ranked.shape[0], a.heads // width
+    def tables(self, a: Inputs, m: Shared):
+        """The table of the sequences, as many at a time as there are threads; where that is not
+        once, also their tiles.
+        """
+        batch, sections = a.ranked.shape[0], a.heads // m.facts[WIDTH]
         t = cute.arch.thread_idx()[0]
         first = Int32(0)
         for i in cutlass.range(ceil_div(batch, THREADS), unroll=1):
@@ -269,140 +342,66 @@ class Prepare:
             s = a.ranked[lo(r, batch - 1)]
             _, len_q, _, len_k = int_row(a.lists.records, s, 0, 4)
             tiles = self.work.tiles_of(len_q, len_k) if r < batch else Int32(0)
-            before, total = scan(tiles * sections, sums, 0)
-            place, num = first + before, tiles * sections
-            if cute.arch.vote_all_sync(num <= FEW):
-                self.write(a, (s, len_q, len_k, num, place), (0, 1), width, alike)
-            else:
-                for j in cutlass.range(WARP, unroll=1):
-                    of = [cute.arch.shuffle_sync(x, j) for x in (s, len_q, len_k, num, place)]
-                    self.write(a, of, (t % WARP, WARP), width, alike)
-            first += total
-            cute.arch.sync_threads()  # before `sums` is written again
-        return lo(first, a.lists.entries.shape[0])
-
-    @cute.jit
-    def write(self, a: Inputs, of, lanes, width, alike):
-        """Every ``lanes[1]``-th entry of a sequence ``of`` = (number, lengths, entries, place)."""
-        sequence, len_q, len_k, num, place = of
-        tiles = hi(self.work.tiles_of(len_q, len_k), 1)
-        count = lo(num, a.lists.entries.shape[0] - place)
-        for e in cutlass.range(lanes[0], count, lanes[1], unroll=1):
-            section = e // tiles
-            block = e - section * tiles
-            if const_expr(self.work.descending):
-                block = tiles - 1 - block
-            visited = self.work.visited(a.mask, block, len_q, len_k)
-            entry = (sequence, block, section * width, visited)
-            if const_expr(a.sms is None):
-                put(a.lists.entries, place + e, entry)
-            else:
-                if alike:
-                    put(a.lists.entries, place + e, entry)
+            before, total = scan((tiles * sections,), m.sums[1, None, None])
+            put(m.table, t, (s, len_q, len_k, tiles))
+            m.starts[t] = before[0]
+            cute.arch.sync_threads()
+            if batch > THREADS:
+                count = lo(total[0], a.lists.entries.shape[0] - first)
+                if const_expr(a.sms is None):
+                    self.write(a, m, a.lists.entries, first, count)
                 else:
-                    put(a.unsorted, place + e, entry)
+                    if self.dealt(a, m):
+                        self.write(a, m, a.unsorted, first, count)
+                    else:
+                        self.write(a, m, a.lists.entries, first, count)
+                cute.arch.sync_threads()  # before the table is written again
+            first += total[0]
+        if t == 0:
+            m.facts[ENTRIES] = first
+        cute.arch.sync_threads()
 
     @cute.jit
-    def deal(self, a: Inputs, costs, chunk, num_entries):
-        """Each chunk longest first, equal ones in their order; a warp for each chunk in turn."""
-        t = cute.arch.thread_idx()[0]
-        warp, lane = t // WARP, t % WARP
-        for c in cutlass.range(warp, ceil_div(num_entries, chunk), WARPS, unroll=1):
-            start = c * chunk
-            count = lo(chunk, num_entries - start)
-            for e in cutlass.range(lane, count, WARP, unroll=1):
-                costs[e, warp] = a.unsorted[start + e, ENTRY_INTS - 1]
-            cute.arch.sync_warp()
-            for e in cutlass.range(lane, count, WARP, unroll=1):
-                entry = int_row(a.unsorted, start + e, 0, ENTRY_INTS)
-                ahead = Int32(0)
-                for other in cutlass.range(count, unroll=1):
-                    # One of the same cost is ahead if it comes before.
-                    ahead += Int32(costs[other, warp] >= entry[3] + Int32(other >= e))
-                put(a.lists.entries, start + ahead, entry)
-            cute.arch.sync_warp()  # before `costs` is written again
+    def entry(self, a: Inputs, m: Shared, index):
+        """An entry of the sequences of the table."""
+        r = last_upto(m.starts, index, a.lists.records.shape[0] <= WARP)
+        sequence, len_q, len_k, tiles = int_row(m.table, r, 0, 4)
+        e = index - m.starts[r]
+        section = e // hi(tiles, 1)
+        block = e - section * tiles
+        if const_expr(self.work.descending):
+            block = tiles - 1 - block
+        visited = self.work.visited(a.mask, block, len_q, len_k)
+        return sequence, block, section * m.facts[WIDTH], visited
 
+    @cute.jit
+    def write(self, a: Inputs, m: Shared, entries, first, count):
+        """Entries of the sequences of the table, in their order."""
+        for e in cutlass.range(cute.arch.thread_idx()[0], count, THREADS, unroll=1):
+            put(entries, first + e, self.entry(a, m, e))
 
-@cute.jit
-def put(entries: cute.Tensor, row, values):
-    """Write an entry as a whole."""
-    entry = cute.make_rmem_tensor(ENTRY_INTS, Int32)
-    for i in cutlass.range_constexpr(ENTRY_INTS):
-        entry[i] = values[i]
-    cute.autovec_copy(entry, entries[row, None])
-
-
-@cute.jit
-def scan(value, sums, slot: cutlass.Constexpr):
-    """(sum over the threads before this one, over all): called by all threads; `sums` of the slot
-    may be written again after the next barrier.
-    """
-    t = cute.arch.thread_idx()[0]
-    warp, lane = t // WARP, t % WARP
-    upto = warp_scan(value)
-    if lane == WARP - 1:
-        sums[warp, slot] = upto
-    cute.arch.sync_threads()
-    part = sums[lane, slot]
-    parts = warp_scan(part)
-    before = cute.arch.shuffle_sync(parts - part, warp)
-    return before + upto - value, cute.arch.shuffle_sync(parts, WARP - 1)
-
-
-@cute.jit
-def warp_scan(value):
-    """Sum over the lanes up to this one."""
-    lane = cute.arch.lane_idx()
-    for i in cutlass.range_constexpr(WARP.bit_length() - 1):
-        other = cute.arch.shuffle_sync_up(value, 1 << i)
-        value = value + (other if lane >= 1 << i else Int32(0))
-    return value
-
-
-@cute.jit
-def largest(value, sums, slot: cutlass.Constexpr):
-    """The largest value of all threads."""
-    t = cute.arch.thread_idx()[0]
-    for i in cutlass.range_constexpr(WARP.bit_length() - 1):
-        value = hi(value, cute.arch.shuffle_sync_bfly(value, 1 << i))
-    if t % WARP == 0:
-        sums[t // WARP, slot] = value
-    cute.arch.sync_threads()
-    value = sums[t % WARP, slot]
-    for i in cutlass.range_constexpr(WARP.bit_length() - 1):
-        value = hi(value, cute.arch.shuffle_sync_bfly(value, 1 << i))
-    return value
-
-
-@cute.jit
-def same(kind, inside):
-    """The lanes that are inside and have the same class as this one, as a mask."""
-    peers = cute.arch.vote_ballot_sync(inside)
-    for bit in cutlass.range_constexpr(CLASSES.bit_length() - 1):
-        mine = (kind >> bit) & 1
-        ones = cute.arch.vote_ballot_sync(mine == 1)
-        peers = peers & (ones ^ (mine - 1))
-    return peers
-
-
-@cute.jit
-def fill(owner: cute.Tensor, sequence, first, tiles):
-    """Write each lane's sequence number for its tiles."""
-    if cute.arch.vote_all_sync(tiles <= FEW):
-        fill_one(owner, (sequence, first, tiles), (0, 1))
-    else:
-        for j in cutlass.range(WARP, unroll=1):
-            of = [cute.arch.shuffle_sync(x, j) for x in (sequence, first, tiles)]
-            fill_one(owner, (of[0], of[1], of[2]), (cute.arch.lane_idx(), WARP))
-
-
-@cute.jit
-def fill_one(owner: cute.Tensor, of, lanes):
-    """The same for one sequence ``of`` = (number, first tile, tiles)."""
-    sequence, first, tiles = of
-    count = lo(tiles, owner.shape[0] - first)
-    for e in cutlass.range(lanes[0], count, lanes[1], unroll=1):
-        owner[first + e] = sequence
+    @cute.jit
+    def deal(self, a: Inputs, m: Shared, num_entries):
+        """Each chunk longest first, equal ones in their order; a warp for each chunk, as many at a
+        time as there are warps.
+        """
+        batch, t = a.ranked.shape[0], cute.arch.thread_idx()[0]
+        warp = t // WARP
+        most, size = m.facts[MOST], self.work.chunk(m.facts[WIDTH], a.sms)
+        counts, start = m.counts.iterator + warp * CLASSES, warp * size
+        chunk = cute.domain_offset((start, 0), m.chunks)
+        for first in cutlass.range(0, num_entries, WARPS * size, unroll=1):
+            there = lo(num_entries - first, WARPS * size)
+            for e in cutlass.range(t, there, THREADS, unroll=1):
+                if batch <= THREADS:
+                    put(m.chunks, e, self.entry(a, m, first + e))
+                else:
+                    put(m.chunks, e, int_row(a.unsorted, first + e, 0, ENTRY_INTS))
+            cute.arch.sync_threads()
+            if start < there:
+                target = cute.domain_offset((first + start, 0), a.lists.entries)
+                sort(chunk, counts, target, lo(there - start, size), most)
+            cute.arch.sync_threads()  # before the chunks are written again
 
 
 def order_of(work: Work, made: Lists, total, heads, once: bool = False) -> Varlen:

@@ -37,18 +37,25 @@ class Side:
             return self.cu.shape[0] - 1
         return None if self.used is None else self.used.shape[0]
 
-    def span(self, s: Any, batch: Any) -> tuple[Any, Any]:
+    def given(self, s: Any) -> tuple[Any, Any, Any]:
+        """What is given of sequence s: where it starts, ends, how much of it is used."""
+        cu, used = self.cu, self.used
+        ends = (None, None) if cu is None else (cu[s], cu[s + 1])
+        return (*ends, None if used is None else used[s])
+
+    def span(self, s: Any, batch: Any, given: tuple | None = None) -> tuple[Any, Any]:
         """(offset, length) of sequence s; whatever the numbers say, rows of the tensor."""
-        room = self.total // batch
+        start, end, used = self.given(s) if given is None else given
         if self.cu is None:
+            room = self.total // batch
             offset = s * room
         else:
-            offset = lo(hi(self.cu[s], 0), self.total)
-            room = self.cu[s + 1] - offset
+            offset = lo(hi(start, 0), self.total)
+            room = end - offset
         room = hi(lo(room, self.total - offset), 0)
         if self.used is None:
             return offset, room
-        return offset, hi(lo(self.used[s], room), 0)
+        return offset, hi(lo(used, room), 0)
 
     @cute.jit
     def fill(self, batch, part, parts):

@@ -4,8 +4,10 @@ that a deterministic backward can follow.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from fa_cute.ops import seqlen
 from fa_cute.ops.mask import Band, kv_blocks, q_blocks
-from fa_cute.sched import Tile, varlen
+from fa_cute.sched import Tile, TileSpace, make, snake, varlen
 from fa_cute.sched.spt import descends
 from fa_cute.sched.varlen import Varlen, VarlenOnce, Work
 
@@ -162,6 +164,67 @@ def test_without_dealing_some_get_far_more() -> None:
     assert max(work_of) > 1.3 * sum(work_of) / 132
 
 
+SMS, ENDS = 132, 1.5  # what a tile costs beside its blocks, in blocks
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What becomes of an order of tiles."""
+
+    busiest: float  # CTA, over the mean
+    together: float  # (sequence, head) that tiles that run together read, on average
+
+
+def walked(order, size: int, heads: int, cost, free: bool) -> Walked:
+    """``free``: the next tile goes to whoever is free, else in turn."""
+    loads = [0.0] * SMS
+    if free:
+        for i in range(size):
+            heapq.heappush(loads, heapq.heappop(loads) + cost(order.at(i)))
+    else:
+        for cta in range(SMS):
+            walk = order.start(cta, SMS)
+            while (tile := walk.tile()).valid:
+                loads[cta] += cost(tile)
+                walk = walk.next()
+    where = [(t.batch * heads + t.head) for t in map(order.at, range(size))]
+    parts = [len(set(where[i : i + SMS])) for i in range(0, size, SMS // 2)]
+    return Walked(max(loads) * SMS / sum(loads), sum(parts) / len(parts))
+
+
+def beside_dense(causal: bool, length: int) -> tuple[Walked, Walked]:
+    """A batch of equal lengths: (dense, listed)."""
+    count, heads, mask = 32768 // length, 16, Band(right=0 if causal else None)
+    work = Work("q", 192, 64 if causal else 80, 512, descending=True)
+    batch, free = [(length, length)] * count, length > 6144
+
+    def cost(tile: Tile) -> float:
+        return work.visited(mask, tile.m_block, length, length) + ENDS
+
+    space = TileSpace(work.tiles_q(length), heads, count)
+    dense = make("persistent", space)
+    if causal:
+        dense, _ = snake.dealt(space, SMS, seqlen_k=length, kv_bytes_per_row=512)
+    listed, _ = order_of(work, batch, heads, 1, mask, num_sms=0 if free else SMS)
+    return tuple(walked(order, space.size, heads, cost, free) for order in (dense, listed))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1024, 2048, 4096, 16384])
+def test_equal_lengths_are_as_even_as_a_dense_batch(causal: bool, length: int) -> None:
+    """And what runs together reads hardly more."""
+    dense, listed = beside_dense(causal, length)
+    assert listed.busiest <= dense.busiest + 1e-9
+    assert listed.together <= (1.01 if causal else 1.6) * dense.together
+
+
+def test_wide_sections_read_more_at_a_time(monkeypatch) -> None:
+    """The check can fail: with sections that fill L2, twice as much as in a dense batch."""
+    monkeypatch.setattr(Work, "section", lambda *_: 16)
+    dense, listed = beside_dense(True, 4096)
+    assert listed.together > 1.9 * dense.together
+
+
 def test_heads_of_a_section_fit_in_l2() -> None:
     work = Work("q", 128, 128, 512, descending=True)
     for longest, heads, per, want in (
@@ -177,12 +240,31 @@ def test_heads_of_a_section_fit_in_l2() -> None:
     ):
         assert work.section(work.seen(Band(right=0), longest), heads // per, per) == want
         assert heads % want == 0
+    for longest, heads, per, num_sms, want in (
+        (192, 16, 1, 132, 16),  # a tile per head: nothing is shared
+        (1024, 16, 1, 132, 4),  # 66 entries are two rounds
+        (1024, 16, 1, 131, 2),
+        (1024, 6, 1, 132, 2),
+        (1024, 32, 4, 132, 4),
+        (1024, 12, 6, 132, 6),
+        (1024, 3, 1, 132, 3),
+        (10_000, 16, 1, 132, 1),
+        (16384, 16, 1, 132, 1),
+        (16384, 16, 1, 0, 2),
+        (1024, 16, 1, 0, 4),
+    ):
+        dealt = Work("q", 192, 64, 512, descending=True)
+        width = dealt.section(longest, heads // per, per, num_sms)
+        assert width == want and heads % width == 0
+        if num_sms and longest > 192:
+            assert dealt.chunk(width, num_sms) * width % (2 * num_sms) == 0
     window = work.seen(Band(left=1024, right=0), 16384)
     assert window == 1024 + 128 and work.section(window, 32, 1) == 32
 
 
 def test_classes_keep_the_order_of_very_long_sequences() -> None:
     assert [varlen.shift_of(n) for n in (0, 255, 256, 511, 512, 8192)] == [0, 0, 1, 1, 2, 6]
+    assert varlen.class_of(300, 200) == 0  # the middle of a window with two sides
     work = Work("q", 64, 64, 512, descending=True)
     batch = [(64 * n, 64 * n) for n in (10, 893, 895, 1500)]
     _, made = order_of(work, batch, 1, 1, Band())

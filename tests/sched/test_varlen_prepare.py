@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -36,13 +36,14 @@ class Walker:
     work: Work
     once: bool = False
     dealt: bool = False
+    free: bool = False  # there is a number of CTAs to deal to, and it is 0
 
     @cute.jit
     def __call__(self, sequences, totals, mWork, seen, sms, stream):
         cu_q, cu_k, used_q, used_k, *limits = sequences
         total_q, total_k, heads, per = totals
         sides = Side(cu_q, used_q, total_q), Side(cu_k, used_k, total_k)
-        prepare = Prepare(self.work, sms if self.dealt else None)
+        prepare = Prepare(self.work, sms if self.dealt else 0 if self.free else None)
         made = prepare(*sides, heads, per, Band(*limits), mWork, stream)
         total = total_q if const_expr(self.work.owner == "q") else total_k
         order = order_of(self.work, made, total, heads, self.once)
@@ -114,7 +115,9 @@ def equal(count: int, length: int) -> Call:
     return Call({"cu_q": cu, "cu_k": cu}, (count * length,) * 2, spans)
 
 
-def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: tuple) -> None:
+def check(
+    compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: tuple, num_sms: int = SMS
+) -> None:
     """Workspace, walk and lengths against the lists on ints."""
     work, count = walker.work, len(call.spans)
     at = work.workspace(count, *call.totals, heads[0] // heads[1])
@@ -122,9 +125,9 @@ def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: 
     blocks = max(-(-n // 64) for span in call.spans for n in (span[1], span[3]))
     seen = torch.zeros((count, blocks + 1, heads[0]), dtype=torch.int32)
     lengths = tuple(call.given.get(name) for name in ("cu_q", "cu_k", "used_q", "used_k"))
-    compiled((*lengths, *limits), (*call.totals, *heads), memory, seen, SMS)
+    compiled((*lengths, *limits), (*call.totals, *heads), memory, seen, num_sms)
 
-    sms = SMS if walker.dealt else None
+    sms = num_sms if walker.dealt else 0 if walker.free else None
     want = varlen.lists(work, call.spans, *heads, Band(*limits), sms)
     parts = [
         (0, [want.header[0][:4]]),
@@ -147,6 +150,8 @@ def check(compiled, walker: Walker, call: Call, heads: tuple[int, int], limits: 
     ("walker", "given", "limits"),
     [
         (Walker(FORWARD, dealt=True), FULL, (None, 0)),
+        (Walker(FORWARD, dealt=True), FULL, (60, 70)),
+        (Walker(FORWARD, free=True), FULL, (None, 0)),
         (Walker(FORWARD, once=True), ("used_q", "used_k"), (100, None)),
         (Walker(BACKWARD, once=True), (*FULL, "used_q", "used_k"), (None, None)),
         (Walker(BACKWARD), ("cu_k", "used_q"), (30, 40)),
@@ -160,6 +165,8 @@ def test_the_kernel_and_the_code_on_ints_agree(walker: Walker, given, limits) ->
             (1, 300, (4, 2)),
             (1, 0, (3, 1)),
             (9, 700, (6, 1)),
+            (32, 150, (4, 1)),
+            (33, 150, (2, 1)),
             (40, 0, (2, 2)),
             (70, 200, (1, 1)),
         ):
@@ -207,6 +214,18 @@ def test_long_sequences_go_in_sections_and_thousands_are_listed() -> None:
         assert "Prepare" in listing.kernel and listing.instructions < 150_000
 
 
+@pytest.mark.parametrize(("count", "length", "most"), [(32, 1024, 12_000), (2, 16_384, 8_000)])
+def test_few_sequences_are_listed_by_a_few_instructions(count: int, length: int, most: int) -> None:
+    """Warp instructions of the whole CTA, of which a fifth is what one warp does alone."""
+    dealt, mask = length < 6144, (None, 0)
+    walker = Walker(replace(FORWARD, tile_q=192), dealt=dealt, free=not dealt)
+    with host.session("sm_90a") as session:
+        compiled = compile_walker(walker, FULL, mask)
+        check(compiled, walker, equal(count, length), (16, 1), mask, num_sms=132)
+        listing = session.launches[0]
+    assert "Prepare" in listing.kernel and listing.instructions < most
+
+
 def test_races_of_the_listing_kernel() -> None:
     """No two threads of the kernel meet without a barrier in between."""
     rng = random.Random(2)
@@ -214,6 +233,7 @@ def test_races_of_the_listing_kernel() -> None:
         for walker in (Walker(BACKWARD, once=True), Walker(FORWARD, dealt=True)):
             compiled = compile_walker(walker, FULL, (None, 0))
             check(compiled, walker, packed(rng, 70, 900, FULL), (4, 1), (None, 0))
+            check(compiled, walker, packed(rng, 20, 900, FULL), (4, 1), (None, 0))
         assert not any(launch.races for launch in session.launches)
 
 

@@ -122,11 +122,13 @@ class FwdSm90:
         q = Side(cu_q, used_q, total, zeros=(mO,), lse=mLSE)
         k = Side(cu_k, used_k, mK.shape[0])
         ratio = heads // mK.shape[1]
-        made = Prepare(work, num_sms)(q, k, heads, ratio, band, mVarlen, stream)
+        batch = q.batch() if k.batch() is None else k.batch()
+        # With long rows one CTA per tile, as in a dense batch: then they are not dealt in turn.
+        long = at_most(LONG_ROWS, mK.shape[0] // batch)
+        prepare = Prepare(work, num_sms * (1 - long))
+        made = prepare(q, k, heads, ratio, band, mVarlen, stream)
         order = order_of(work, made, total, heads)
-        average = mK.shape[0] // made.records.shape[0]
-        one_per_tile = at_most(LONG_ROWS, average) * hi(order.capacity - num_sms, 0)
-        return order, num_sms + one_per_tile, made.records
+        return order, num_sms + long * hi(order.capacity - num_sms, 0), made.records
 
     def _batch(self, mQ, mK, band, num_sms):
         """(order of tiles, CTAs of a persistent grid) of a dense batch."""
