@@ -148,6 +148,8 @@ class Prepare:
 
     @cute.kernel
     def kernel(self, a: Inputs):
+        # A main kernel may set itself up now; it waits for the end of this one before it reads.
+        cute.arch.griddepcontrol_launch_dependents()
         cta = cute.arch.block_idx()[0]
         m = shared()
         if cta == 0:

@@ -12,7 +12,11 @@ import torch
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute import runtime
 
-from fa_cute import sched
+from fa_cute import arch as archs
+from fa_cute import sched, tune
+from fa_cute.cli_kernels import PACKED
+from fa_cute.compile import Request, build
+from fa_cute.fwd.args import FwdSpec
 from fa_cute.ops import seqlen
 from fa_cute.ops.mask import Band
 from fa_cute.sched import varlen
@@ -20,6 +24,7 @@ from fa_cute.sched.varlen import Work
 from fa_cute.sched.varlen_prepare import Prepare, order_of
 from fa_cute.sched.varlen_sides import Side
 from fa_cute.sim import host
+from fa_cute.sim.host_runtime import HostProgram
 
 FORWARD = Work("q", 128, 64, 512, descending=True)
 BACKWARD = Work("k", 64, 128, 2048, descending=False, owners=True)
@@ -48,11 +53,12 @@ class Walker:
         total = total_q if const_expr(self.work.owner == "q") else total_k
         order = order_of(self.work, made, total, heads, self.once)
         self.kernel(order, seqlen.Varlen(made.records), seen).launch(
-            grid=order.grid(sms), block=(32, 1, 1), stream=stream
+            grid=order.grid(sms), block=(32, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, order: Any, seqlens: Any, seen: cute.Tensor):
+        cute.arch.griddepcontrol_wait()
         walk = sched.here(order)
         tile = walk.tile()
         while tile.valid:
@@ -235,6 +241,41 @@ def test_races_of_the_listing_kernel() -> None:
             check(compiled, walker, packed(rng, 70, 900, FULL), (4, 1), (None, 0))
             check(compiled, walker, packed(rng, 20, 900, FULL), (4, 1), (None, 0))
         assert not any(launch.races for launch in session.launches)
+
+
+OVERLAPS = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
+
+
+def test_a_kernel_that_overlaps_the_listing_waits_for_it(monkeypatch, tmp_path) -> None:
+    """The main kernel may be launched early, the listing never; before it waits, the main kernel
+    touches nothing of global memory.
+    """
+    seen, launch = {}, HostProgram.launch
+
+    def noted(program, config, handle, args):
+        attributes = [config.attributes[i] for i in range(config.num_attributes)]
+        name = program._kernel_names[handle - 1]
+        seen["Prepare" in name] = any(x.id == OVERLAPS and x.value[0] for x in attributes)
+        return launch(program, config, handle, args)
+
+    monkeypatch.setattr(HostProgram, "launch", noted)
+    walker, limits = Walker(FORWARD, dealt=True), (None, 0)
+    with host.session("sm_90a"):
+        compiled = compile_walker(walker, FULL, limits)
+        check(compiled, walker, equal(3, 200), (2, 1), limits)
+    assert seen == {True: False, False: True}
+
+    spec = FwdSpec(head_dim=64, head_dim_v=64, dtype="bf16", causal=True, varlen=True)
+    sm90 = archs.get("sm_90a")
+    request = Request("forward", tune.forward(spec, sm90), spec, sm90, lengths=PACKED)
+    text = build(request, f"--keep-ptx --dump-dir {tmp_path}").artifacts.PTX
+    kernels = {"Prepare" in part.split("(")[0]: part for part in text.split(".entry ")[1:]}
+    listing, main = kernels[True], kernels[False]
+    assert "griddepcontrol.launch_dependents" in listing and "griddepcontrol.wait" not in listing
+    before, wait, after = main.partition("griddepcontrol.wait")
+    for access in ("ld.global", "st.global", "cp.async.bulk.tensor", "atom.global", "red.global"):
+        assert access not in before
+    assert wait and "ld.global" in after and "cp.async.bulk.tensor" in after
 
 
 @dataclass(frozen=True)

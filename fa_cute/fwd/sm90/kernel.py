@@ -109,6 +109,7 @@ class FwdSm90:
             block=(c.warps.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.spec.varlen,  # sets itself up while the tiles are listed
         )
 
     def _sequences(self, tensors, lengths, band, mVarlen, num_sms, stream):
@@ -168,6 +169,7 @@ class FwdSm90:
         cute.arch.sync_threads()
 
         if const_expr(self.spec.varlen):
+            cute.arch.griddepcontrol_wait()  # for all that the kernel before wrote: the list
             # There may be fewer tiles than there are CTAs.
             if cx.scheduler().tile().valid:
                 self.roles(cx, warp)
