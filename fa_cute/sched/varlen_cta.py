@@ -29,7 +29,7 @@ class Shared:
     sums: cute.Tensor  # (3, WARPS, 2): of warps, in turn; the last ones are maxima
     table: cute.Tensor  # (THREADS, 4): sequence, lengths, tiles; longest first
     starts: cute.Tensor  # (THREADS,): entries before those of each row of the table
-    first_q: cute.Tensor  # (WARP,): tiles before those of each sequence
+    first_q: cute.Tensor  # (THREADS,): tiles before those of each sequence
     first_k: cute.Tensor
     counts: cute.Tensor  # (CLASSES * WARPS,)
     chunks: cute.Tensor  # (WARPS * MOST_CHUNK, ENTRY_INTS): entries before they are dealt
@@ -50,8 +50,8 @@ def shared() -> Shared:
         sums=tensor(3, WARPS, 2),
         table=tensor(THREADS, 4),
         starts=tensor(THREADS),
-        first_q=tensor(WARP),
-        first_k=tensor(WARP),
+        first_q=tensor(THREADS),
+        first_k=tensor(THREADS),
         counts=tensor(CLASSES * WARPS),
         chunks=tensor(WARPS * MOST_CHUNK, ENTRY_INTS),
     )
@@ -196,10 +196,10 @@ def sort(chunk, counts, target, count, most):
 
 
 @cute.jit
-def own(owner: cute.Tensor, first: cute.Tensor, count):
+def own(owner: cute.Tensor, first: cute.Tensor, count, is_few: cutlass.Constexpr):
     """Write the sequence of each of ``count`` tiles; ``first`` are the tiles before each."""
     for tile in cutlass.range(cute.arch.thread_idx()[0], lo(count, owner.shape[0]), THREADS):
-        owner[tile] = last_upto(first, tile, True)
+        owner[tile] = last_upto(first, tile, is_few)
 
 
 @cute.jit

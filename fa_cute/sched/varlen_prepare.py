@@ -169,12 +169,10 @@ class Prepare:
             if t < WARP:
                 self.few(a, m)
             cute.arch.sync_threads()
-            if const_expr(self.work.owners):
-                own(a.lists.owner_q, m.first_q, m.facts[TILES_Q])
-                own(a.lists.owner_k, m.first_k, m.facts[TILES_K])
+            self.owners(a, m, (m.facts[TILES_Q], m.facts[TILES_K]), True)
         else:
-            self.records(a, m)
-            self.rank(a, m)
+            own_blocks, own_lengths = self.records(a, m)
+            self.rank(a, m, own_blocks, own_lengths)
             self.tables(a, m)
         num_entries = lo(m.facts[ENTRIES], a.lists.entries.shape[0])
         if const_expr(a.sms is None):
@@ -268,14 +266,24 @@ class Prepare:
             m.facts[i] = facts[i]
 
     @cute.jit
+    def owners(self, a: Inputs, m: Shared, tiles, is_few: cutlass.Constexpr):
+        """The lists of owners, if they are wanted, of sequences that are all in the table."""
+        if const_expr(self.work.owners):
+            own(a.lists.owner_q, m.first_q, tiles[0], is_few)
+            own(a.lists.owner_k, m.first_k, tiles[1], is_few)
+
+    @cute.jit
     def records(self, a: Inputs, m: Shared):
-        """Records, owners and facts, but for the number of entries."""
+        """Records, owners and facts, but for the number of entries; returns the blocks and the
+        lengths of a thread's last sequence.
+        """
         work, batch = self.work, a.lists.records.shape[0]
         t = cute.arch.thread_idx()[0]
         mine, zero = neighbours(m.counts.iterator, t)
         zero.fill(0)
         cute.autovec_copy(zero, mine)  # for `rank`
         all_q, all_k, most, longest = Int32(0), Int32(0), Int32(0), Int32(0)
+        visited, len_q, len_k = Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(ceil_div(batch, THREADS), unroll=1):
             s = i * THREADS + t
             offsets, lengths = self.sequence(a, lo(s, batch - 1))
@@ -286,24 +294,32 @@ class Prepare:
             longest = hi(longest, self.read_rows(lengths))
             before, total = scan((tiles_q, tiles_k), m.sums[i % 2, None, None])
             first = all_q + before[0], all_k + before[1]
-            self.record(a, s, offsets, lengths, first, (tiles_q, tiles_k))
-            if s < batch:
+            len_q, len_k = self.record(a, s, offsets, lengths, first, (tiles_q, tiles_k))
+            if s < batch and batch > THREADS:
                 a.blocks[s] = visited
             if const_expr(work.owners):
-                fill(a.lists.owner_q, s, first[0], tiles_q)
-                fill(a.lists.owner_k, s, first[1], tiles_k)
+                if batch <= THREADS:
+                    m.first_q[t], m.first_k[t] = first
+                else:
+                    fill(a.lists.owner_q, s, first[0], tiles_q)
+                    fill(a.lists.owner_k, s, first[1], tiles_k)
             all_q += total[0]
             all_k += total[1]
         most, longest = largest((most, longest), m.sums[2, None, None])
+        if batch <= THREADS:
+            self.owners(a, m, (all_q, all_k), False)
         if t < WARP:
             width = self.width(a, longest)
             if t == 0:
                 self.note(m, (all_q, all_k, width, Int32(0), most))
         cute.arch.sync_threads()
+        return visited, (len_q, len_k)
 
     @cute.jit
-    def rank(self, a: Inputs, m: Shared):
-        """Sequences by descending class, those of a class in the order of the batch."""
+    def rank(self, a: Inputs, m: Shared, own_blocks, own_lengths):
+        """Sequences by descending class, those of a class in the order of the batch: where they fit
+        right into the table, of what each thread has in registers.
+        """
         batch = a.blocks.shape[0]
         t = cute.arch.thread_idx()[0]
         warp, lane = t // WARP, t % WARP
@@ -313,7 +329,8 @@ class Prepare:
         for i in cutlass.range(steps, unroll=1):
             s = start + i * WARP
             if s < batch:
-                cute.arch.atomic_add(counts + class_of(a.blocks[s], most) * WARPS, Int32(1))
+                kind = class_of(self.blocks_of(a, s, own_blocks), most)
+                cute.arch.atomic_add(counts + kind * WARPS, Int32(1))
         cute.arch.sync_threads()
         # The counts of (class, warp) in order, some neighbours a thread.
         mine, values = neighbours(m.counts.iterator, t)
@@ -324,11 +341,22 @@ class Prepare:
         cute.arch.sync_threads()
         for i in cutlass.range(steps, unroll=1):
             s = start + i * WARP
-            kind = class_of(a.blocks[lo(s, batch - 1)], most)
+            kind = class_of(self.blocks_of(a, lo(s, batch - 1), own_blocks), most)
             place = places(kind, s < batch, counts, WARPS)
             if s < batch:
-                a.ranked[place] = s
+                if batch <= THREADS:
+                    put(m.table, place, (s, *own_lengths, self.work.tiles_of(*own_lengths)))
+                else:
+                    a.ranked[place] = s
         cute.arch.sync_threads()
+
+    @cute.jit
+    def blocks_of(self, a: Inputs, s, own_blocks):
+        """What the longest tile of a sequence visits: known, if a thread has but one sequence."""
+        found = own_blocks
+        if a.blocks.shape[0] > THREADS:
+            found = a.blocks[s]
+        return found
 
     # ---- what their tiles are ----
     @cute.jit
@@ -341,11 +369,12 @@ class Prepare:
         first = Int32(0)
         for i in cutlass.range(ceil_div(batch, THREADS), unroll=1):
             r = i * THREADS + t
-            s = a.ranked[lo(r, batch - 1)]
-            _, len_q, _, len_k = int_row(a.lists.records, s, 0, 4)
-            tiles = self.work.tiles_of(len_q, len_k) if r < batch else Int32(0)
+            if batch > THREADS:
+                s = a.ranked[lo(r, batch - 1)]
+                _, len_q, _, len_k = int_row(a.lists.records, s, 0, 4)
+                put(m.table, t, (s, len_q, len_k, self.work.tiles_of(len_q, len_k)))
+            tiles = m.table[lo(t, batch - 1 - i * THREADS), 3] if r < batch else Int32(0)
             before, total = scan((tiles * sections,), m.sums[1, None, None])
-            put(m.table, t, (s, len_q, len_k, tiles))
             m.starts[t] = before[0]
             cute.arch.sync_threads()
             if batch > THREADS:
