@@ -10,6 +10,7 @@ what it deserves.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,9 @@ class Stream:
             return
         share = Share(warp, held, warp.groups("wgmma").add())
         if not warp.machine.queue.early:
-            share.hide(self.outstanding)
+            # Other warps may not have issued what this one did before: it is not posted yet.
+            earlier = (*self.outstanding, *(s.held for s in self.sealed[warp.quarter]))
+            share.hide(earlier)
         self.sealed[warp.quarter].append(share)
         if all(self.sealed.values()):
             shares = [self.sealed[q].pop(0) for q in range(4)]
@@ -139,10 +142,10 @@ class Share:
         self.warp, self.held, self.done = warp, held, done
         self.saved: np.ndarray | None = None  # D as it was, while the registers are poisoned
 
-    def hide(self, outstanding: list[Product]) -> None:
+    def hide(self, earlier: Sequence[Product | Held]) -> None:
         """Poison D until the product is there; a product under way will bring D's real value."""
         rows = self.held.form.d_rows
-        if any(not set(rows).isdisjoint(p.form.d_rows) for p in outstanding):
+        if any(not set(rows).isdisjoint(x.form.d_rows) for x in earlier):
             return
         index = list(rows)
         self.saved = self.warp.r32[index]

@@ -30,6 +30,7 @@ class Case:
     swizzle: str = "128B"
     a_in_registers: bool = False
     signs: tuple[int, int] = (1, 1)
+    groups: bool = False  # each step is a group of its own
 
     def __post_init__(self):
         rng = np.random.default_rng(0)
@@ -95,6 +96,7 @@ class Case:
                 a = "{" + ", ".join(f"%r{4 * s + i}" for i in range(4)) + "}"
             text.append(f"mov.b64 %d1, {ops.encode_desc(self.b_descs[s], 'sm90')};")
             text.append(f"{self.opcode()} {{{d}}}, {a}, %d1, {int(s > 0)}{self.flags()};")
+            text += ["wgmma.commit_group.sync.aligned;"] * self.groups
         text += ["wgmma.commit_group.sync.aligned;", wait]
         text.append(f"mul.wide.u32 %d5, %t, {4 * self.d_regs}; add.s64 %d5, %d5, %out;")
         text += [f"st.global.b32 [%d5+{4 * i}], %f{i};" for i in range(self.d_regs)]
@@ -176,6 +178,13 @@ def test_all_schedules_give_the_same_bits():
         case.run(schedule)
         results.append(case.out.copy())
     assert all(np.array_equal(results[0], r) for r in results)
+
+
+@pytest.mark.parametrize("schedule", ["early", "late", "random:1", "priority:1"])
+def test_a_group_adds_to_what_the_group_before_it_has_not_finished(schedule):
+    """Also where one warp has issued both before the others have issued the first."""
+    case = Case(64, "bf16", "bf16", steps=4, groups=True)
+    np.testing.assert_allclose(case.run(schedule), case.want(), rtol=1e-5, atol=1e-5)
 
 
 def test_results_do_not_appear_before_the_wait():
