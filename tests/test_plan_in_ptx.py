@@ -45,9 +45,10 @@ def forward(family: str, head_dim: int, causal: bool, **options) -> tuple[Any, s
 
 
 def backward(
-    arch: str, head_dims: tuple[int, int], causal: bool, deterministic: bool
+    arch: str, head_dims: tuple[int, int], causal: bool, deterministic: bool, **changes
 ) -> tuple[Any, str]:
-    """Configuration and PTX of a backward."""
+    """Configuration and PTX of a backward; `changes` to the row of the table."""
+    import dataclasses
     import tempfile
 
     from fa_cute import compile as compiler
@@ -55,13 +56,14 @@ def backward(
     from fa_cute.bwd.args import BwdSpec
 
     spec, target = BwdSpec("bf16", *head_dims, causal, 1, deterministic), archs.get(arch)
-    cfg = tune.backward(spec, target)
+    cfg = dataclasses.replace(tune.backward(spec, target), **changes)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
         compiled = compiler.build_backward(cfg, spec, target, options)
         return cfg, compiled.artifacts.PTX
 
 
+PAIR = {"pair": True, "multicast": True, "do_stages": 1}
 UNEQUAL = {"head_dim_v": 128, "kv_parts": (3, 2), "o_over_q": True}
 KERNELS = (
     Kernel("sm100-128-causal", lambda: forward("sm100", 128, True)),
@@ -70,6 +72,7 @@ KERNELS = (
     Kernel("sm90-128-causal", lambda: forward("sm90", 128, True)),
     Kernel("sm90-128-backward-spt", lambda: backward("sm_90a", (128, 128), True, True)),
     Kernel("sm90-256-backward", lambda: backward("sm_90a", (256, 256), False, False)),
+    Kernel("sm90-256-backward-pair", lambda: backward("sm_90a", (256, 256), False, False, **PAIR)),
     Kernel("sm100-64-backward", lambda: backward("sm_100a", (64, 64), False, False)),
     Kernel("sm100-128-backward-spt", lambda: backward("sm_100a", (128, 128), True, True)),
     Kernel("sm100-192-backward", lambda: backward("sm_100a", (192, 128), False, False)),

@@ -244,8 +244,10 @@ def _sync(op, storage, stages: int, count: int, tx_bytes: int, name: str):
     return pipeline_helpers.MbarrierArray(storage, stages, (op, group), tx_bytes, name=name)
 
 
-def build(topology, warps, smem) -> SimpleNamespace:
-    """One `EdgePipe` per edge, by name.  The caller fences and synchronises the CTA before use."""
+def build(topology, warps, smem, kind=EdgePipe) -> SimpleNamespace:
+    """One `EdgePipe` (or another ``kind`` of it) per edge, by name.  The caller fences and
+    synchronises the CTA before use.
+    """
     op = pipeline_helpers.PipelineOp
     pipes = {}
     has_tmem = any(edge.via in TENSOR_CORE for edge in topology.edges)
@@ -267,7 +269,7 @@ def build(topology, warps, smem) -> SimpleNamespace:
                 empty_op, storage + edge.stages, edge.stages, released, 0, f"{edge.name}.empty"
             )
         orders_tmem, pair = has_tmem and edge.via in THREADS, edge.cta_group
-        pipes[edge.name] = EdgePipe(
+        pipes[edge.name] = kind(
             full, empty, edge.stages, None, None, edge.via, tx_bytes, orders_tmem, pair
         )
     return SimpleNamespace(**pipes)

@@ -71,6 +71,10 @@ class Warpgroup:
         buffer, full = self.w % self.cfg.dq_buffers, f"dq_full_{self.w}{m % self.cfg.store_warps}"
         return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(full)]
 
+    def ready(self, m: int) -> list[Event]:
+        """By role, before the turn with dQ of a step."""
+        return []
+
     def dq(self, m: int) -> list[Event]:
         """dQ of a step: keys split, once the other's dS is there; by role, turns say that."""
         ready = [] if self.cfg.by_role else [sync(f"ds_{1 - self.w}{m % 2}")]
@@ -127,11 +131,11 @@ class Warpgroup:
                 out += [read("sV"), read("sdO", do), give, sync("p_full"), read("sP")]
                 out += [read("sDelta", do), release("load_do"), *self.write_ds(m)]
             out += [wait("load_do" if self.w == 0 else "load_q")]
-            out += [take, *(self.dq(m - 1) if m > 0 else [])]
+            out += [*self.ready(m - 1), take, *(self.dq(m - 1) if m > 0 else [])]
             out += [read("sdO", do) if self.w == 0 else read("sQ", q), give]
             out += self.hand_over(m - 1) if m > 0 else []
             out.append(release("load_do" if self.w == 0 else "load_q"))
-        out += [take, *([give] if self.w == 0 else [])]
+        out += [*self.ready(steps - 1), take, *([give] if self.w == 0 else [])]
         return [*out, *self.dq(steps - 1), *self.hand_over(steps - 1)]
 
     def script(self, steps: int) -> list[Event]:

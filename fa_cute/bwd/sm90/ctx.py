@@ -15,9 +15,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.sm90 import remote
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
 from fa_cute.ops import mask, rows, seqlen
-from fa_cute.plan import Via
+from fa_cute.ops.pipes import build
+from fa_cute.plan import Topology, Via
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
@@ -49,8 +51,9 @@ class Layouts:
         c = self.cfg
         m, n, d, dv = c.tile_m, c.tile_n, c.head_dim, c.head_dim_v
         shapes = {"sQ": (m, d), "sK": (n, d), "sV": (n, dv), "sdO": (m, dv), "sdS": (m, n)}
-        num = c.smem[field].stages if stages and field not in ("sK", "sV") else None
-        cut = CONSUMERS if field == "sK" and c.dq_split == "cols" else 1
+        shapes |= {"sKx": (n, d // 2), "sdSx": (m, n)}
+        num = c.smem[field].stages if stages and field not in ("sK", "sV", "sKx") else None
+        cut = c.dq_chunks.col_chunks if field == "sK" else CONSUMERS if field == "sKx" else 1
         return swizzled(self.dtype, shapes[field], num, cut=cut)
 
 
@@ -108,6 +111,8 @@ class Globals:
     records: Any  # varlen: of the sequences; else None
     window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
     window_right: Any
+    load_kx: Any = None  # of a pair: K of the other CTA's keys
+    mKx: Any = None
 
     @property
     def seqlens(self):
@@ -133,6 +138,7 @@ class BwdCtx:
     lengths: Any  # of the tile's batch element, as `ops.seqlen` gives them
     scale: Float32
     scale_log2: Float32
+    rank: Any = 0  # of this CTA in its pair
 
     def anew(self) -> BwdCtx:
         """The same for what comes after the loop: a sequence's tile is looked up once more, where
@@ -140,7 +146,7 @@ class BwdCtx:
         if not self.spec.varlen:
             return self
         index = rows.pinned(Int32(cute.arch.block_idx()[0]))
-        tile = self.order.start(index, cute.arch.grid_dim()[0]).tile()
+        tile = self.order.start(index, cute.arch.grid_dim()[0], self.cfg.ctas).tile()
         return replace(self, tile=tile, lengths=self.g.seqlens.at(tile))
 
     @property
@@ -157,17 +163,20 @@ class BwdCtx:
 
     @property
     def n_block(self):
-        return self.tile.n_block
+        """This CTA's block of keys; the last pair may have one that does not exist."""
+        if not self.cfg.pair:
+            return self.tile.n_block
+        return self.tile.n_block * self.cfg.ctas + self.rank
 
     @property
     def head_kv(self):
         return self.tile.head // self.spec.qhead_per_kvhead
 
     def q_blocks(self) -> mask.Blocks:
-        """Query blocks of this CTA, and which of them need no element mask."""
+        """Query blocks of this CTA or pair, and which of them need no element mask."""
         c = self.cfg
         return mask.q_blocks(
-            self.mask, self.n_block, c.tile_m, c.tile_n, self.seqlen_q, self.seqlen_k
+            self.mask, self.tile.n_block, c.tile_m, c.cluster_n, self.seqlen_q, self.seqlen_k
         )
 
     def dq_tile(self, m_block):
@@ -178,7 +187,8 @@ class BwdCtx:
     def dkv_tile(self):
         """Number of this CTA's dK and dV tile in their accumulators, 64 bits."""
         heads = self.g.mK.shape[2]
-        return self.lengths.tile_k(self.n_block, self.head_kv, heads, self.cfg.tile_n)
+        c = self.cfg
+        return self.lengths.tile_k(self.n_block, self.head_kv, heads, c.tile_n, c.ctas)
 
     def barrier_id(self, name: str) -> int:
         return self.cfg.topology.barrier_id(name)
@@ -191,6 +201,9 @@ def build_pipes(cfg: BwdSm90Config) -> SimpleNamespace:
     pipes = {}
     for edge in cfg.topology.edges:
         assert edge.via is Via.TMA_ASYNC
+        if kind := remote.kind(edge):
+            pipes |= vars(build(Topology((edge,)), cfg.warps, cfg.smem, kind))
+            continue
         produced, released = edge.arrivals(cfg.warps)
         group = pipeline.CooperativeGroup
         pipes[edge.name] = pipeline.PipelineTmaAsync.create(

@@ -33,8 +33,10 @@ from fa_cute.bwd.sm90.epilogue import Add, Store
 from fa_cute.bwd.sm90.lagged import Lagged
 from fa_cute.bwd.sm90.load import Load
 from fa_cute.bwd.sm90.lockstep import Lockstep
+from fa_cute.bwd.sm90.pair import AddExisting, DqOfPair, LoadOfPair
 from fa_cute.bwd.sm90.plan import BwdSm90Config
-from fa_cute.bwd.sm90.roles import Keys, Values
+from fa_cute.bwd.sm90.remote import own_rank
+from fa_cute.bwd.sm90.roles import DqHalf, Keys, Values
 from fa_cute.ops.score import LOG2_E
 
 
@@ -60,8 +62,9 @@ class Main:
         order = call.order()
         g = self.globals(call, inputs, outputs)
         self.kernel(g, order, call.scale, call.scale * LOG2_E).launch(
-            grid=order.grid(),
+            grid=order.grid(cluster=self.cfg.ctas),
             block=(self.cfg.warps.threads, 1, 1),
+            cluster=(self.cfg.ctas, 1, 1) if self.cfg.pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -75,15 +78,24 @@ class Main:
             "sK": (c.tile_n, c.head_dim),
             "sV": (c.tile_n, c.head_dim_v),
             "sdO": (c.tile_m, c.head_dim_v),
+            "sKx": (c.tile_n, c.head_dim // 2),
         }
 
-        def tma(op, tensor, field):
-            layout = layouts.of(field, stages=False)
-            made = cpasync.make_tiled_tma_atom(op, call.tma_view(tensor), layout, boxes[field])
+        def tma(op, tensor, field, ctas=1):
+            layout, view = layouts.of(field, stages=False), call.tma_view(tensor)
+            made = cpasync.make_tiled_tma_atom(op, view, layout, boxes[field], ctas)
             return made[0], made[1]
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         loads = [tma(load, x, f) for x, f in zip(inputs, ("sQ", "sK", "sV", "sdO"), strict=True)]
+        more = {}
+        if c.multicast:
+            shared = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            loads[0], loads[3] = (
+                tma(shared, inputs[i], f, c.ctas) for i, f in ((0, "sQ"), (3, "sdO"))
+            )
+        if c.pair:
+            more["load_kx"], more["mKx"] = tma(load, inputs[1], "sKx")
         if spec.shares_kv:
             stores = [(None, call.section("dk")), (None, call.section("dv"))]
         else:
@@ -111,6 +123,7 @@ class Main:
             records=call.lists.records if spec.varlen else None,
             window_left=call.window[0],
             window_right=call.window[1],
+            **more,
         )
 
     @property
@@ -125,21 +138,23 @@ class Main:
     @property
     def epilogue(self):
         """How dK and dV get out."""
-        return Add(self.spec.deterministic) if self.spec.shares_kv else Store()
+        if not self.spec.shares_kv:
+            return Store()
+        return (AddExisting if self.cfg.pair else Add)(self.spec.deterministic)
 
     @property
     def program(self):
         """Role and body, in the order of the warps. Determinism is a matter of which writer and
         epilogue.
         """
-        epilogue = self.epilogue
+        epilogue, part = self.epilogue, DqOfPair if self.cfg.pair else DqHalf
         bodies = {
-            "load": Load(),
+            "load": LoadOfPair() if self.cfg.pair else Load(),
             "dq_store": DqStore(),
             "idle": Idle(),
             "consumer": {"lagged": Lagged, "lockstep": Lockstep}[self.cfg.schedule](epilogue),
-            "values": Values(epilogue),
-            "keys": Keys(epilogue),
+            "values": Values(epilogue, part),
+            "keys": Keys(epilogue, part),
         }
         return tuple((role, bodies[role.name]) for role in self.cfg.warps.roles)
 
@@ -150,8 +165,14 @@ class Main:
         smem = build_smem(c, DTYPES[self.spec.dtype])
         pipes = build_pipes(c)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        tile = sched.here(order).tile()
+        rank = 0
+        if const_expr(c.pair):
+            rank = own_rank()
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        tile = sched.here(order, c.ctas).tile()
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
@@ -165,6 +186,7 @@ class Main:
             lengths=g.seqlens.at(tile),
             scale=scale,
             scale_log2=scale_log2,
+            rank=rank,
         )
         if const_expr(self.spec.varlen or cx.mask.hides_keys):
             if tile.valid and cx.q_blocks().count > 0:
@@ -186,3 +208,7 @@ class Main:
                 else:
                     cute.arch.setmaxregister_decrease(role.regs)
                 body.run(cx)
+        if const_expr(c.pair):
+            # Nobody leaves while the other CTA may still reach for its shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()

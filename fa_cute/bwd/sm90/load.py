@@ -18,6 +18,16 @@ class Load:
     consumers' releases.
     """
 
+    def part(self, cx: BwdCtx):
+        """What this CTA loads of Q and dO: the first of one part."""
+        return 0, 1
+
+    def mask(self, cx: BwdCtx):
+        """Who gets that, as the bits of a multicast."""
+
+    def more(self, cx: BwdCtx):
+        """What is needed after V."""
+
     @cute.jit
     def run(self, cx: BwdCtx):
         c, g, s, head, of = cx.cfg, cx.g, cx.smem, cx.tile.head, cx.lengths
@@ -30,8 +40,9 @@ class Load:
         gDelta = cute.local_tile(of.padded(g.mDelta, head, c.tile_m), (c.tile_m,), (None,))
         tKsK, tKgK = partition(g.load_k, s.sK, gK)
         tVsV, tVgV = partition(g.load_v, s.sV, gV)
-        tQsQ, tQgQ = partition(g.load_q, s.sQ, gQ)  # (TMA, STAGE), (TMA, M_BLOCK)
-        tOsO, tOgO = partition(g.load_do, s.sdO, gdO)
+        part, mask = self.part(cx), self.mask(cx)
+        tQsQ, tQgQ = partition(g.load_q, s.sQ, gQ, part)  # (TMA, STAGE), (TMA, M_BLOCK)
+        tOsO, tOgO = partition(g.load_do, s.sdO, gdO, part)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
 
         k, v = cx.pipes.load_k.make_producer(), cx.pipes.load_v.make_producer()
@@ -42,7 +53,11 @@ class Load:
         for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
             q_free = q.acquire_and_advance()
             cute.copy(
-                g.load_q, tQgQ[None, m_block], tQsQ[None, q_free.index], tma_bar_ptr=q_free.barrier
+                g.load_q,
+                tQgQ[None, m_block],
+                tQsQ[None, q_free.index],
+                tma_bar_ptr=q_free.barrier,
+                mcast_mask=mask,
             )
             with cute.arch.elect_one():
                 cute.copy(
@@ -52,12 +67,14 @@ class Load:
                 # V is needed after the first S: load it behind K and Q
                 v_free = v.acquire_and_advance()
                 cute.copy(g.load_v, tVgV, tVsV, tma_bar_ptr=v_free.barrier)
+                self.more(cx)
             do_free = do.acquire_and_advance()
             cute.copy(
                 g.load_do,
                 tOgO[None, m_block],
                 tOsO[None, do_free.index],
                 tma_bar_ptr=do_free.barrier,
+                mcast_mask=mask,
             )
             with cute.arch.elect_one():
                 cute.copy(
@@ -70,8 +87,14 @@ class Load:
         do.tail()
 
 
-def partition(atom, smem, tile):
-    """(shared, global) sides of a TMA copy; the tile's first two modes are one box."""
+def partition(atom, smem, tile, part=(0, 1)):
+    """(shared, global) sides of a TMA copy; the tile's first two modes are one box. ``part``: which
+    of how many parts of it this CTA loads.
+    """
     return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2)
+        atom,
+        part[0],
+        cute.make_layout(part[1]),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(tile, 0, 2),
     )

@@ -50,6 +50,9 @@ class BwdSm90Config:
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
     late_stats: row statistics are loaded after the products that they wait with: fewer registers.
     schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
+    pair: two CTAs with neighbouring keys exchange dS, and each adds half of the columns of dQ for
+        the keys of both ("roles").
+    multicast: each CTA of a pair loads half of the rows of Q and dO, for both.
     """
 
     head_dim: int
@@ -67,6 +70,8 @@ class BwdSm90Config:
     few_fences: bool = False
     late_stats: bool = False
     schedule: str = "lagged"
+    pair: bool = False
+    multicast: bool = False
     scheduler: str = "single"
     consumer_regs: int = 240
     other_regs: int = 24
@@ -87,6 +92,15 @@ class BwdSm90Config:
             )
         if self.store_warps not in (1, 2):
             raise PlanError(f"store_warps is {self.store_warps}; 1 or 2")
+        if self.pair and not (self.by_role and self.dq_split == "cols" and self.ds_stages == 2):
+            raise PlanError(
+                f"pair with split {self.split!r}, dq_split {self.dq_split!r}, ds_stages "
+                f"{self.ds_stages}; 'roles', 'cols', 2"
+            )
+        if self.pair and not self.dq_direct:
+            raise PlanError("pair without dq_direct: there is no shared memory for dQ")
+        if self.multicast and not self.pair:
+            raise PlanError("multicast without pair: nobody else takes part in a load")
         if self.ds_stages < self.ds_stages_needed:
             raise PlanError(
                 f"ds_stages is {self.ds_stages}; at least {self.ds_stages_needed}: a warpgroup "
@@ -104,7 +118,7 @@ class BwdSm90Config:
 
     def work(self, spec: BwdSpec) -> Work:
         """How a call is cut into tiles."""
-        return work(self, spec, self.tile_n)
+        return work(self, spec, self.cluster_n)
 
     @property
     def by_role(self) -> bool:
@@ -119,6 +133,16 @@ class BwdSm90Config:
     def tile_n(self) -> int:
         """Keys of a CTA."""
         return WGMMA_ROWS * (1 if self.by_role else CONSUMERS)
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.pair else 1
+
+    @property
+    def cluster_n(self) -> int:
+        """Keys of a cluster."""
+        return self.tile_n * self.ctas
 
     @property
     def warps(self) -> WarpPlan:
@@ -138,7 +162,7 @@ class BwdSm90Config:
         """Layout of a dQ tile in the accumulator."""
         if self.dq_split == "rows":
             return Chunks(self.tile_m, self.head_dim, self.tile_m // WGMMA_ROWS, 1)
-        return Chunks(self.tile_m, self.head_dim, 1, CONSUMERS)
+        return Chunks(self.tile_m, self.head_dim, 1, CONSUMERS * self.ctas)
 
     @property
     def dk_chunks(self) -> Chunks:
@@ -160,6 +184,11 @@ class BwdSm90Config:
         sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, self.dq_buffers)
         # P in fragment order, from the warpgroup that makes it to the one that needs it for dS
         sP = SmemField("sP", m * n * ELEMENT_BYTES)
+        # of the other CTA: its dS, and K of its keys in our columns of dQ
+        peers = (
+            SmemField("sKx", n * d // 2 * ELEMENT_BYTES),
+            SmemField("sdSx", m * n * ELEMENT_BYTES, self.ds_stages),
+        )
         return SmemPlan(
             (
                 SmemField("sK", n * d * ELEMENT_BYTES),
@@ -167,6 +196,7 @@ class BwdSm90Config:
                 SmemField("sQ", m * d * ELEMENT_BYTES, self.q_stages),
                 SmemField("sdO", m * dv * ELEMENT_BYTES, self.do_stages),
                 SmemField("sdS", m * n * ELEMENT_BYTES, self.ds_stages),
+                *(peers if self.pair else ()),
                 *((sP,) if self.by_role else ()),
                 *(() if self.dq_direct else (sdQ,)),
                 SmemField("sLse", m * FLOAT_BYTES, self.q_stages, align=128),
@@ -184,6 +214,8 @@ class BwdSm90Config:
         load --k, v-----> consumer (0, 1) --dq_full---> dq_store --> global accumulator
              --q, do-->                  <--dq_empty--
         consumer 0 <--ds--> consumer 1;  by role: values <--turn--> keys, values --p_full--> keys
+        pair: keys --peer_ds--> values, keys of the other CTA, which release it to our keys; with
+        multicast consumers release Q and dO to the load warps of both
         """
         all_ = ("values", "keys") if self.by_role else ("consumer",)
         v_users = ("keys",) if self.by_role else all_
@@ -197,16 +229,25 @@ class BwdSm90Config:
             # turn_<w>: the other warpgroup has issued its products, warpgroup w may issue its own
             order = tuple(Barrier(f"turn_{w}", all_) for w in range(CONSUMERS))
             order += (Barrier("p_full", all_),)
+            # ds_out: all of our dS is written, it may be sent
+            order += (Barrier("ds_out", ("keys",)),) if self.pair else ()
         else:
             # ds_<w><m % 2>: warpgroup w's dS of step m is written; consecutive ids
             order = tuple(Barrier(f"ds_{w}{s}", all_) for w in range(CONSUMERS) for s in range(2))
         q, do = self.q_stages, self.do_stages
+        both = {"dst_ctas": self.ctas} if self.multicast else {}
+        # Full here when the other CTA's dS is there, empty when that CTA has read ours.
+        peers = (
+            Edge("load_kx", Via.TMA_ASYNC, "load", all_, tx=("sKx",)),
+            Edge("peer_ds", Via.TMA_ASYNC, "keys", all_, self.ds_stages, tx=("sdSx",)),
+        )
         return Topology(
             (
                 Edge("load_k", Via.TMA_ASYNC, "load", all_, tx=("sK",)),
                 Edge("load_v", Via.TMA_ASYNC, "load", v_users, tx=("sV",)),
-                Edge("load_q", Via.TMA_ASYNC, "load", all_, q, tx=("sQ", "sLse")),
-                Edge("load_do", Via.TMA_ASYNC, "load", all_, do, tx=("sdO", "sDelta")),
+                Edge("load_q", Via.TMA_ASYNC, "load", all_, q, tx=("sQ", "sLse"), **both),
+                Edge("load_do", Via.TMA_ASYNC, "load", all_, do, tx=("sdO", "sDelta"), **both),
+                *(peers if self.pair else ()),
             ),
             (*order, Barrier("epilogue", all_), *(() if self.dq_direct else buffers)),
         )

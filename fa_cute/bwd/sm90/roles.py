@@ -63,6 +63,23 @@ class DqHalf:
             dq.make_fragment_B(dq.partition_B(transposed(cx.smem.sK))),
         )
 
+    def share(self, cx: BwdCtx, copy, to: cute.Tensor, rdS: cute.Tensor, m_block):
+        """dS of a step from keys to all who need it for dQ."""
+        share_ds(cx, copy, to, rdS)
+
+    def begin(self, cx: BwdCtx):
+        """Before the first turn with a sum: K is there."""
+
+    def ready(self, cx: BwdCtx, m_block):
+        """Before dQ of a step: turns tell that dS is there."""
+
+    def done(self, cx: BwdCtx, m_block):
+        """After dQ of a step: turns tell that dS was read."""
+
+    def chunk(self, cx: BwdCtx, lane: Lane):
+        """Which chunk of a dQ tile is ours."""
+        return lane.wg
+
     def issue(self, cx: BwdCtx, m_block) -> cute.Tensor:
         """dQ = dS K of a step, issued; its registers."""
         dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
@@ -75,6 +92,10 @@ class DqHalf:
         warpgroup's sum; done when both are.
         """
         product, registers, tA, tB = own
+        if const_expr(first):
+            self.begin(cx)
+        else:
+            self.ready(cx, m_block - 1)
         take_turn(cx, lane.wg)
         if const_expr(not first):
             dQ = self.issue(cx, m_block - 1)
@@ -83,18 +104,21 @@ class DqHalf:
             warpgroup.wait_group(1)  # dQ
         pass_turn(cx, lane.wg)
         if const_expr(not first):
-            cx.writer.hand_over(cx, dQ, m_block - 1, lane, lane.wg)
+            self.done(cx, m_block - 1)
+            cx.writer.hand_over(cx, dQ, m_block - 1, lane, self.chunk(cx, lane))
         warpgroup.wait_group(0)  # the sum
 
     @cute.jit
     def last(self, cx: BwdCtx, m_block, lane: Lane):
         """dQ of the last query block. Nobody takes a turn after keys'."""
+        self.ready(cx, m_block)
         take_turn(cx, lane.wg)
         if const_expr(lane.wg == VALUES):
             pass_turn(cx, lane.wg)
         dQ = self.issue(cx, m_block)
         warpgroup.wait_group(0)
-        cx.writer.hand_over(cx, dQ, m_block, lane, lane.wg)
+        self.done(cx, m_block)
+        cx.writer.hand_over(cx, dQ, m_block, lane, self.chunk(cx, lane))
 
 
 def exchange(cx: BwdCtx, lane: Lane) -> cute.Tensor:
@@ -114,9 +138,10 @@ def vectors(fragment: cute.Tensor) -> cute.Tensor:
 @dataclass(frozen=True)
 class Values:
     """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full,
-    turn_1, dq_full_0, releases load_q, load_do."""
+    turn_1, dq_full_0, releases load_q, load_do. Of a pair: waits load_kx, peer_ds, releases it."""
 
     epilogue: Any
+    part: Any = DqHalf
 
     @cute.jit
     def run(self, cx: BwdCtx):
@@ -127,7 +152,7 @@ class Values:
         tSrK = sdp.make_fragment_A(sdp.partition_A(cx.smem.sK))
         tSrQ = sdp.make_fragment_B(sdp.partition_B(cx.smem.sQ))
         tdVrdO = dv.make_fragment_B(dv.partition_B(transposed(cx.smem.sdO)))
-        half = DqHalf.of(cx, VALUES)
+        half = self.part.of(cx, VALUES)
         dV = accumulator(m.dv, c.tile_n, c.head_dim_v)
         k = cx.pipes.load_k.make_consumer()
         q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
@@ -178,9 +203,11 @@ class Values:
 @dataclass(frozen=True)
 class Keys:
     """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals
-    turn_0, dq_full_1, releases load_q, load_do."""
+    turn_0, dq_full_1, releases load_q, load_do. Of a pair: waits load_kx, peer_ds, releases it;
+    sends peer_ds."""
 
     epilogue: Any
+    part: Any = DqHalf
 
     @cute.jit
     def run(self, cx: BwdCtx):
@@ -191,7 +218,7 @@ class Keys:
         tdPrV = sdp.make_fragment_A(sdp.partition_A(cx.smem.sV))
         tdPrdO = sdp.make_fragment_B(sdp.partition_B(cx.smem.sdO))
         tdKrQ = dk.make_fragment_B(dk.partition_B(transposed(cx.smem.sQ)))
-        half, copy = DqHalf.of(cx, KEYS), ds_copy(cx)
+        half, copy = self.part.of(cx, KEYS), ds_copy(cx)
         tdSsdS = copy.get_slice(t).partition_D(transposed(cx.smem.sdS))
         dK = accumulator(m.dk, c.tile_n, c.head_dim)
         k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
@@ -212,7 +239,7 @@ class Keys:
     @cute.jit
     def score_gradient(self, cx: BwdCtx, operands, at, lane: Lane):
         """dS of one query block, in shared memory; returns it as an operand."""
-        tdPrV, tdPrdO, _, _, copy, tdSsdS = operands
+        tdPrV, tdPrdO, _, half, copy, tdSsdS = operands
         m_block, do_full = at
         dP = accumulator(cx.mmas.sdp, cx.cfg.tile_n, cx.cfg.tile_m)
         take_turn(cx, KEYS)
@@ -224,7 +251,7 @@ class Keys:
         score_gradient(cx, P, dP, delta)
         do_full.release()
         rdS = operand(cx, dP, cx.mmas.dk)
-        share_ds(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS)
+        half.share(cx, copy, tdSsdS[None, None, None, m_block % 2], rdS, m_block)
         return rdS
 
     @cute.jit
