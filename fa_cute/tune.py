@@ -174,9 +174,11 @@ def forward(spec: FwdSpec, arch: Arch):
             f"implemented: {summary(arch)}"
         )
     if spec.varlen and arch.family == "sm100" and (banded or spec.head_dim != 96):
-        # With tiles from a list the split of a row spills in some; these in none.
-        tight = arch.name == "sm_100a" and spec.head_dim == 128 and not banded
-        softmax, correction = (176, 88) if tight else (184, 80)
+        # With tiles from a list the split of a row spills in some; these in none, whichever library
+        # set assembles.
+        softmax, correction = 184, 80
+        if arch.name == "sm_100a" and spec.head_dim == 128 and not banded:
+            softmax, correction = (184, 64) if spec.dtype == "bf16" else (192, 72)
         return replace(row.cfg, softmax_regs=softmax, correction_regs=correction)
     return row.cfg
 
