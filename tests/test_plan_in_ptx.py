@@ -64,6 +64,7 @@ def backward(
 
 
 PAIR = {"pair": True, "multicast": True, "do_stages": 1}
+STAY = {"persistent": True}
 UNEQUAL = {"head_dim_v": 128, "kv_parts": (3, 2), "o_over_q": True}
 KERNELS = (
     Kernel("sm100-128-causal", lambda: forward("sm100", 128, True)),
@@ -73,6 +74,8 @@ KERNELS = (
     Kernel("sm90-128-backward-spt", lambda: backward("sm_90a", (128, 128), True, True)),
     Kernel("sm90-256-backward", lambda: backward("sm_90a", (256, 256), False, False)),
     Kernel("sm90-256-backward-pair", lambda: backward("sm_90a", (256, 256), False, False, **PAIR)),
+    Kernel("sm90-128-persistent", lambda: backward("sm_90a", (128, 128), True, True, **STAY)),
+    Kernel("sm90-256-persistent", lambda: backward("sm_90a", (256, 256), True, False, **STAY)),
     Kernel("sm100-64-backward", lambda: backward("sm_100a", (64, 64), False, False)),
     Kernel("sm100-128-backward-spt", lambda: backward("sm_100a", (128, 128), True, True)),
     Kernel("sm100-192-backward", lambda: backward("sm_100a", (192, 128), False, False)),

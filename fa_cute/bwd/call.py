@@ -39,6 +39,7 @@ class Call:
     mWork: cute.Tensor
     scale: Float32
     window: tuple  # (left, right): Int32, or None
+    num_sms: Int32
 
     @property
     def band(self) -> Band:
@@ -102,11 +103,11 @@ def call_of(cfg, spec: BwdSpec, tensors, grads, lengths, mWork, numbers, stream)
     zeroes rows of ``grads`` that belong to no sequence.
 
     ``tensors``: q and k; ``lengths``: cu_q, cu_k, used_q, used_k and the int32 workspace;
-    ``numbers``: the scale, the limits of the window.
+    ``numbers``: the scale, the limits of the window, multiprocessors.
     """
     mQ, mK = tensors
     cu_q, cu_k, used_q, used_k, mVarlen = lengths
-    scale, window = numbers
+    scale, window, num_sms = numbers
     made = None
     if spec.varlen:
         (total_q, heads, _), (total_k, heads_kv, _) = mQ.shape, mK.shape
@@ -126,7 +127,7 @@ def call_of(cfg, spec: BwdSpec, tensors, grads, lengths, mWork, numbers, stream)
         *(Int64(x) for x in (shape.batch, heads, heads_kv, shape.seqlen_q, shape.seqlen_k))
     )
     at = workspace(cfg, spec, wide)
-    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window)
+    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window, num_sms)
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Backward:
     ):
         c, spec = self.cfg, self.spec
         lengths = (cu_q, cu_k, used_q, used_k, mVarlen)
-        numbers = (softmax_scale, (window_left, window_right))
+        numbers = (softmax_scale, (window_left, window_right), num_sms)
         grads = (mdQ, mdK, mdV)
         call = call_of(c, spec, (mQ, mK), grads, lengths, mWork, numbers, stream)
         BwdPreprocess(c, spec)(call, (mO, mdO, mLSE, mdLSE), stream)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import PlanError
 from . import snake
-from .base import Linear, Once, Order, Scheduler, Tile, TileSpace, Walk, here
+from .base import Linear, Once, Order, Scheduler, Tile, TileSpace, Walk, capped, grid_of, here
 from .dynamic import Dynamic
 from .lpt import Lpt, LptPersistent, Sections, sectioned
 from .persistent import Persistent
@@ -67,6 +67,8 @@ __all__ = [
     "TileSpace",
     "Walk",
     "by_name",
+    "capped",
+    "grid_of",
     "here",
     "make",
     "sectioned",

@@ -1,5 +1,8 @@
 """The Hopper backward's protocol, event by event as its roles do it, against its plan.
 
+A script takes the query blocks of all tiles of its CTA, ``(first block, end)`` each: one tile, or
+several of a persistent kernel.
+
 Both warpgroups do the same for half of the keys each (dQ a step late, or in step), or one makes P
 and dV and the other dS and dK, in turns on the tensor core.
 """
@@ -12,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cute.bwd.sm90.plan import CONSUMERS, ORDERED, TILES, UNORDERED, BwdSm90Config
+from fa_cute.bwd.sm90.plan import (
+    CONSUMERS,
+    ORDERED,
+    TILE_STAGES,
+    TILES,
+    UNORDERED,
+    BwdSm90Config,
+)
 from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
 from fa_cute.plan.events import (
@@ -38,32 +48,67 @@ VARIANTS = (
     {**KEYS_ROW, "dq_direct": True, "q_stages": 3, "do_stages": 3},
     {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "schedule": "lockstep", "ds_stages": 2},
     {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},
+    *({**row, "persistent": True} for row in TILES),
+    *({**row, **ORDERED, "scheduler": "ascending", "persistent": True} for row in TILES),
+    *({**row, **UNORDERED.get(row["head_dim"], {}), "persistent": True} for row in TILES),
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
+LOCKSTEP = len(VARIANTS) - 3 * len(TILES) - 1  # the last that is not persistent
 IDS = ["-".join(str(x) for x in row.values()) for row in VARIANTS]
 
 
-def load(cfg: BwdSm90Config, steps: int) -> list[Event]:
-    out = [acquire("load_k"), write("sK"), commit("load_k")]
-    for m in range(steps):
-        q, do = m % cfg.q_stages, m % cfg.do_stages
-        out += [acquire("load_q"), write("sQ", q), write("sLse", q), commit("load_q")]
-        out += [acquire("load_v"), write("sV"), commit("load_v")] if m == 0 else []
-        out += [acquire("load_do"), write("sdO", do), write("sDelta", do), commit("load_do")]
-    return [*out, *tail("load_q", range(cfg.q_stages)), *tail("load_do", range(cfg.do_stages))]
+Tiles = tuple[tuple[int, int], ...]
+
+
+def load(cfg: BwdSm90Config, tiles: Tiles) -> list[Event]:
+    k = [acquire("load_k"), write("sK"), commit("load_k")]
+    v = [acquire("load_v"), write("sV"), commit("load_v")]
+    out, step = [] if cfg.persistent else k, 0
+    for number, (first, end) in enumerate(tiles):
+        out += hand_out(cfg, number)
+        for m in range(first, end):
+            q, do = step % cfg.q_stages, step % cfg.do_stages
+            out += [acquire("load_q"), write("sQ", q), write("sLse", q), commit("load_q")]
+            out += v if m == first and not cfg.persistent else []
+            out += [acquire("load_do"), write("sdO", do), write("sDelta", do), commit("load_do")]
+            out += [*k, *v] if m == first and cfg.persistent else []
+            step += 1
+    out += hand_out(cfg, len(tiles))
+    stages = {"load_q": cfg.q_stages, "load_do": cfg.do_stages}
+    if cfg.persistent:
+        stages = {"load_k": 1, "load_v": 1, **stages, "load_tile": TILE_STAGES}
+    return [*out, *(event for edge, num in stages.items() for event in tail(edge, range(num)))]
+
+
+def hand_out(cfg: BwdSm90Config, number: int) -> list[Event]:
+    """The load warp's: which tile is next, or that none is."""
+    put = [acquire("load_tile"), write("sTile", number % TILE_STAGES), commit("load_tile")]
+    return put if cfg.persistent else []
+
+
+def handed(cfg: BwdSm90Config, number: int) -> list[Event]:
+    """Everybody else's."""
+    got = [wait("load_tile"), read("sTile", number % TILE_STAGES)]
+    return got if cfg.persistent else []
+
+
+def done(cfg: BwdSm90Config) -> list[Event]:
+    return [release("load_tile")] if cfg.persistent else []
 
 
 class Warpgroup:
     """Script of consumer warpgroup ``w``."""
 
-    def __init__(self, cfg: BwdSm90Config, w: int) -> None:
-        self.cfg, self.w = cfg, w
+    def __init__(self, cfg: BwdSm90Config, w: int, shared: bool = False) -> None:
+        self.cfg, self.w, self.shared = cfg, w, shared  # whether kv heads are
         half = cfg.smem.bytes("sdS") // CONSUMERS
         self.own = None if cfg.by_role else (w * half, (w + 1) * half)
+        self.before = 0  # query blocks of the tiles before, less the first block of this one
 
     def slots(self, m: int) -> tuple[int, int, int]:
-        """Stages of Q, dO and dS in step m."""
-        return m % self.cfg.q_stages, m % self.cfg.do_stages, m % self.cfg.ds_stages
+        """Stages of Q, dO and dS of a query block."""
+        step, c = self.before + m, self.cfg
+        return step % c.q_stages, step % c.do_stages, m % c.ds_stages
 
     def hand_over(self, m: int) -> list[Event]:
         if self.cfg.dq_direct:
@@ -86,42 +131,42 @@ class Warpgroup:
     def signal_ds(self, m: int) -> list[Event]:
         return [arrive(f"ds_{self.w}{m % 2}")]
 
-    def scores(self, m: int) -> list[Event]:
+    def scores(self, m: int, first: int) -> list[Event]:
         q, do, _ = self.slots(m)
-        first = [read("sK"), read("sQ", q)]
-        if self.cfg.schedule == "lagged" and m == 0:
-            both = [wait("load_q"), *first, wait("load_v"), wait("load_do"), read("sV")]
+        product = [read("sK"), read("sQ", q)]
+        if self.cfg.schedule == "lagged" and m == first:
+            both = [wait("load_q"), *product, wait("load_v"), wait("load_do"), read("sV")]
         elif self.cfg.late_do:
-            both = [wait("load_q"), *first, wait("load_do"), read("sV")]
+            both = [wait("load_q"), *product, wait("load_do"), read("sV")]
         else:
-            both = [wait("load_q"), wait("load_do"), *first, read("sV")]
+            both = [wait("load_q"), wait("load_do"), *product, read("sV")]
         return [*both, read("sdO", do), read("sLse", q)]
 
-    def lagged(self, steps: int) -> list[Event]:
+    def lagged(self, first: int, end: int) -> list[Event]:
         out = []
-        for m in range(steps):
+        for m in range(first, end):
             q, do, _ = self.slots(m)
-            out += [*self.scores(m), read("sDelta", do), *self.write_ds(m)]
-            out += self.dq(m - 1) if m > 0 else []
+            out += [*self.scores(m, first), read("sDelta", do), *self.write_ds(m)]
+            out += self.dq(m - 1) if m > first else []
             out += [read("sdO", do), read("sQ", q), *self.signal_ds(m)]
-            out += self.hand_over(m - 1) if m > 0 else []
+            out += self.hand_over(m - 1) if m > first else []
             out += [release("load_do"), release("load_q")]
-        return [*out, *self.dq(steps - 1), *self.hand_over(steps - 1)]
+        return [*out, *self.dq(end - 1), *self.freed(True), *self.hand_over(end - 1)]
 
-    def lockstep(self, steps: int) -> list[Event]:
+    def lockstep(self, first: int, end: int) -> list[Event]:
         out = []
-        for m in range(steps):
+        for m in range(first, end):
             q, do, _ = self.slots(m)
-            out += self.scores(m)
+            out += self.scores(m, first)
             out += [read("sDelta", do), *self.write_ds(m), *self.signal_ds(m), read("sdO", do)]
             out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over(m)]
             out.append(release("load_q"))
-        return out
+        return [*out, *self.freed(True)]
 
-    def by_role(self, steps: int) -> list[Event]:
+    def by_role(self, first: int, end: int) -> list[Event]:
         take, give = sync(f"turn_{self.w}"), arrive(f"turn_{1 - self.w}")
         out = [wait("load_k")] if self.w == 0 else [give, wait("load_k"), wait("load_v")]
-        for m in range(steps):
+        for m in range(first, end):
             q, do, _ = self.slots(m)
             out += [wait("load_q" if self.w == 0 else "load_do"), take]
             if self.w == 0:
@@ -131,22 +176,49 @@ class Warpgroup:
                 out += [read("sV"), read("sdO", do), give, sync("p_full"), read("sP")]
                 out += [read("sDelta", do), release("load_do"), *self.write_ds(m)]
             out += [wait("load_do" if self.w == 0 else "load_q")]
-            out += [*self.ready(m - 1), take, *(self.dq(m - 1) if m > 0 else [])]
+            out += [*self.ready(m - 1), take, *(self.dq(m - 1) if m > first else [])]
             out += [read("sdO", do) if self.w == 0 else read("sQ", q), give]
-            out += self.hand_over(m - 1) if m > 0 else []
+            out += self.hand_over(m - 1) if m > first else []
             out.append(release("load_do" if self.w == 0 else "load_q"))
-        out += [*self.ready(steps - 1), take, *([give] if self.w == 0 else [])]
-        return [*out, *self.dq(steps - 1), *self.hand_over(steps - 1)]
+        out += [*self.ready(end - 1), take, *([give] if self.w == 0 else [])]
+        if self.w == 0 and self.cfg.persistent:
+            out.append(wait("load_v"))
+        return [*out, *self.dq(end - 1), *self.hand_over(end - 1), *self.freed(True)]
 
-    def script(self, steps: int) -> list[Event]:
+    def tile(self, first: int, end: int) -> list[Event]:
         if self.cfg.by_role:
-            return [*self.by_role(steps), *self.results()]
+            return self.by_role(first, end)
         if self.cfg.schedule == "lagged":
-            return [wait("load_k"), *self.lagged(steps), *self.results()]
-        return [wait("load_k"), wait("load_v"), *self.lockstep(steps), *self.results()]
+            return [wait("load_k"), *self.lagged(first, end)]
+        return [wait("load_k"), wait("load_v"), *self.lockstep(first, end)]
 
-    def results(self) -> list[Event]:
+    def script(self, steps: int | Tiles) -> list[Event]:
+        tiles = ((0, steps),) if isinstance(steps, int) else steps
+        out = []
+        for number, (first, end) in enumerate(tiles):
+            self.before -= first
+            out += [*handed(self.cfg, number), *self.tile(first, end)]
+            out += self.sums() if self.shared else self.results(number)
+            out += done(self.cfg)
+            self.before += end
+        return [*out, *handed(self.cfg, len(tiles)), *done(self.cfg)]
+
+    def freed(self, before: bool) -> list[Event]:
+        """K and V that go back to the load warp before results are out, or after."""
+        first = {"load_k": self.shared or self.cfg.dk_over_ds, "load_v": self.shared}
+        return [release(x) for x in first if first[x] == before and self.cfg.persistent]
+
+    def sums(self) -> list[Event]:
+        """Shared kv heads: dK and dV from the registers, in any order."""
+        meet = self.cfg.persistent and not self.cfg.by_role
+        return [sync("epilogue")] if meet else []
+
+    def results(self, number: int) -> list[Event]:
         """dK and dV over K and V, which nobody reads any more."""
+        again = [read("sTile", number % TILE_STAGES)] if self.cfg.persistent else []
+        return [*again, *self.over_operands(), *self.freed(False)]
+
+    def over_operands(self) -> list[Event]:
         out = [sync("epilogue")]
         if self.cfg.by_role:
             out.append(write(("sdV", "sdK")[self.w]))
@@ -157,25 +229,32 @@ class Warpgroup:
         return [*out, sync("epilogue"), *([read("sdK"), read("sdV")] if self.w == 0 else [])]
 
 
-def dq_store(cfg: BwdSm90Config, steps: int, s: int) -> list[Event]:
-    """The warp of the steps m with m % store_warps == s."""
+def dq_store(cfg: BwdSm90Config, tiles: Tiles, s: int) -> list[Event]:
+    """The warp of the query blocks m with m % store_warps == s."""
     shared, who = cfg.dq_buffers == 1, range(cfg.dq_chunks.num)
     out = [arrive(f"dq_empty_{w}") for w in range(cfg.dq_buffers)] if s == 0 else []
-    for _ in range(s, steps, cfg.store_warps):
-        for w in who:
-            out += [sync(f"dq_full_{w}{s}"), read("sdQ", w % cfg.dq_buffers)]
-            out += [arrive(f"dq_empty_{1 - w}")] if shared else []
-        out += [] if shared else [arrive(f"dq_empty_{w}") for w in who]
-    return out
+    for number, (first, end) in enumerate(tiles):
+        out += handed(cfg, number)
+        for m in range(first, end):
+            if m % cfg.store_warps != s:
+                continue
+            for w in who:
+                out += [sync(f"dq_full_{w}{s}"), read("sdQ", w % cfg.dq_buffers)]
+                out += [arrive(f"dq_empty_{1 - w}")] if shared else []
+            out += [] if shared else [arrive(f"dq_empty_{w}") for w in who]
+        out += done(cfg)
+    return [*out, *handed(cfg, len(tiles)), *done(cfg)]
 
 
-def scripts(cfg: BwdSm90Config, steps: int) -> dict[str, list[Event]]:
+def scripts(cfg: BwdSm90Config, steps: int | Tiles, shared: bool = False) -> dict[str, list[Event]]:
+    """``steps``: query blocks of one tile, or those of several; ``shared``: kv heads are."""
+    tiles = ((0, steps),) if isinstance(steps, int) else steps
     names = ("values", "keys") if cfg.by_role else ("consumer/0", "consumer/1")
     stores = {} if cfg.dq_direct else {_store(cfg, s): s for s in range(cfg.store_warps)}
     return {
-        "load": load(cfg, steps),
-        **{name: Warpgroup(cfg, w).script(steps) for w, name in enumerate(names)},
-        **{name: dq_store(cfg, steps, s) for name, s in stores.items()},
+        "load": load(cfg, tiles),
+        **{name: Warpgroup(cfg, w, shared).script(tiles) for w, name in enumerate(names)},
+        **{name: dq_store(cfg, tiles, s) for name, s in stores.items()},
     }
 
 
@@ -183,25 +262,30 @@ def _store(cfg: BwdSm90Config, s: int) -> str:
     return "dq_store" if cfg.store_warps == 1 else f"dq_store/{s}"
 
 
-@pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("cfg", CONFIGS[: LOCKSTEP + 1], ids=IDS[: LOCKSTEP + 1])
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 7))
 def test_no_deadlock_overrun_or_race(cfg: BwdSm90Config, steps: int) -> None:
     check(cfg, scripts(cfg, steps), seeds=1)
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [CONFIGS[2], CONFIGS[3], CONFIGS[-1], CONFIGS[-2], CONFIGS[len(TILES) + 5]],
-    ids=lambda c: f"{c.split}-{c.schedule}-{c.store_warps}",
-)
-def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
-    """But for what something else orders already."""
-    right = scripts(cfg, 3)
+@pytest.mark.parametrize("cfg", CONFIGS[-3 * len(TILES) :], ids=IDS[-3 * len(TILES) :])
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4), st.booleans())
+def test_tile_after_tile(cfg: BwdSm90Config, tiles, shared: bool) -> None:
+    """Of any first block and number of blocks, an odd one too; kv heads shared or not."""
+    check(cfg, scripts(cfg, tuple((lo, lo + n) for lo, n in tiles), shared), seeds=1)
+
+
+def unnoticed(cfg: BwdSm90Config, right: dict[str, list[Event]], of=lambda event: True):
+    """Events, of those that somebody may wait for, without which the check says nothing; and how
+    many were left out in turn."""
     missed, dropped = [], 0
     for agent, script in right.items():
         for at, event in enumerate(script):
             if event.verb not in ("acquire", "commit", "wait", "release", "sync", "arrive"):
+                continue
+            if not of(event):
                 continue
             dropped += 1
             try:
@@ -209,6 +293,18 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
             except ProtocolError:
                 continue
             missed.append((agent, str(event)))
+    return missed, dropped
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [CONFIGS[2], CONFIGS[3], CONFIGS[LOCKSTEP], CONFIGS[LOCKSTEP - 1], CONFIGS[len(TILES) + 5]],
+    ids=lambda c: f"{c.split}-{c.schedule}-{c.store_warps}",
+)
+def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
+    """But for what something else orders already."""
+    right = scripts(cfg, 3)
+    missed, dropped = unnoticed(cfg, right)
     assert dropped > 70
     second = ("consumer/1", "keys")  # its first turn comes after the other one has waited for these
     excused = {(agent, f"wait load_{x}") for agent in second for x in "kv"}
@@ -221,6 +317,19 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
     assert set(missed) <= excused | set(turns), missed
     # After the last step nobody writes what a turn would protect.
     assert len(turns) <= 4, turns
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["store", "add"])
+@pytest.mark.parametrize("row", [2, 1, 5], ids=["lagged", "lockstep", "roles"])
+def test_every_missing_event_between_tiles_is_reported(row: int, shared: bool) -> None:
+    cfg = CONFIGS[LOCKSTEP + 1 + row]
+
+    def between(event: Event) -> bool:
+        return event.name in ("load_k", "load_v", "load_tile", "epilogue")
+
+    missed, dropped = unnoticed(cfg, scripts(cfg, ((0, 2), (1, 2), (1, 3)), shared), between)
+    assert dropped > 40
+    assert not missed
 
 
 @pytest.mark.parametrize("schedule", ["lagged", "lockstep"])

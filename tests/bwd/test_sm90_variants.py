@@ -3,6 +3,7 @@ memory. The kernels around it are compiled by other tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -36,10 +37,22 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_no_variant_spills(name):
+    spec = SPECS[name]
+    assemble(spec, plan.config(spec))
+
+
+@pytest.mark.parametrize("kind", ["causal", "full, in order"])
+@pytest.mark.parametrize("dims", ["64_64", "96_96", "128_128", "256_256"])
+def test_no_persistent_one_spills(dims, kind):
+    spec = SPECS[f"{dims}-{kind}"]
+    assemble(spec, replace(plan.config(spec), persistent=True))
+
+
+def assemble(spec: BwdSpec, cfg: plan.BwdSm90Config) -> None:
+    """The main kernel, without a register in local memory."""
     from fa_cute.bwd import call
 
-    spec = SPECS[name]
-    cfg, lengths = plan.config(spec), (spec.varlen, spec.varlen, False, False)
+    lengths = (spec.varlen, spec.varlen, False, False)
     request = compile.Request("backward", cfg, spec, HOPPER, lengths=lengths)
     nothing = dict.fromkeys(("BwdPreprocess", "BwdPostprocess"), mock.DEFAULT)
     with mock.patch.multiple(call, **nothing):

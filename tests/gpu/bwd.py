@@ -262,18 +262,24 @@ FEW, MANY = {"few_fences": True}, {"few_fences": False}
 FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True}  # with the mask's order
 PAIR = {"pair": True}
 MULTICAST = PAIR | {"multicast": True}
+STAY = {"persistent": True}
 VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
-    ("64", False): (FIRST, FIRST | FEW | {"late_stats": False}),
-    ("64", True): (MANY,),
+    ("64", False): (STAY, FIRST, FIRST | FEW | {"late_stats": False}),
+    ("64", True): (STAY, MANY),
     ("96", False): (FIRST,),
-    ("128", False): (FIRST, FIRST | FEW),
-    ("128", True): (FEW,),
+    ("128", False): (STAY, FIRST, FIRST | FEW),
+    ("128", True): (
+        STAY,
+        FEW,
+    ),
     ("192", False): (PAIR, MULTICAST),
     ("256", False): (
+        STAY,
         FIRST | {"do_stages": 1},
         PAIR | {"do_stages": 1},
         MULTICAST | {"do_stages": 1},
     ),
+    ("256", True): (STAY,),
 }
 
 

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from fa_cute import sched
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import remote
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
@@ -23,6 +24,7 @@ from fa_cute.plan import Topology, Via
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+PLAIN = {"sdQ": Float32, "sLse": Float32, "sDelta": Float32, "sP": None, "sTile": Int32}
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -108,6 +110,7 @@ class Globals:
     dq: cute.Pointer  # fp32 accumulator
     dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
     dkv_count: cute.Pointer
+    tile_count: Any  # int32, tiles that are taken; None unless persistent
     records: Any  # varlen: of the sequences; else None
     window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
     window_right: Any
@@ -124,7 +127,9 @@ class Globals:
 
 @dataclass(frozen=True)
 class BwdCtx:
-    """One CTA's view. ``tile`` says which keys it owns."""
+    """One CTA's view. ``tile`` says which keys it owns; None in a persistent kernel, whose roles
+    see each of theirs by `of`.
+    """
 
     cfg: BwdSm90Config
     spec: BwdSpec
@@ -139,10 +144,25 @@ class BwdCtx:
     scale: Float32
     scale_log2: Float32
     rank: Any = 0  # of this CTA in its pair
+    slot: Any = None  # persistent: where the tile's number lies, in sTile
+
+    def of(self, tile: sched.Tile, slot) -> BwdCtx:
+        """The view of a tile of a persistent CTA."""
+        return replace(self, tile=tile, lengths=self.g.seqlens.at(tile), slot=slot)
+
+    def shared_tile(self, slot) -> sched.Tile:
+        """The tile that the load warp put into a slot of sTile, which must be full."""
+        source = cute.make_tensor(self.smem.sTile[None, slot].iterator, cute.make_layout(4))
+        values = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(source, values)
+        return sched.Tile(values[0], values[1], values[2], values[3] != 0)
 
     def anew(self) -> BwdCtx:
         """The same for what comes after the loop: a sequence's tile is looked up once more, where
-        otherwise its numbers would be alive, or spilled, in the loop."""
+        otherwise its numbers would be alive, or spilled, in the loop; and so is that of a
+        persistent CTA."""
+        if self.cfg.persistent:
+            return self.of(self.shared_tile(self.slot), self.slot)
         if not self.spec.varlen:
             return self
         index = rows.pinned(Int32(cute.arch.block_idx()[0]))
@@ -195,11 +215,14 @@ class BwdCtx:
 
 
 def build_pipes(cfg: BwdSm90Config) -> SimpleNamespace:
-    """The plan's edges as pipelines; all of them TMA to threads. The caller fences and synchronises
-    the CTA.
+    """The plan's edges as pipelines: TMA to threads, but for a tile's number. The caller fences and
+    synchronises the CTA.
     """
     pipes = {}
     for edge in cfg.topology.edges:
+        if edge.via is Via.ASYNC:
+            pipes |= vars(build(Topology((edge,)), cfg.warps, cfg.smem))
+            continue
         assert edge.via is Via.TMA_ASYNC
         if kind := remote.kind(edge):
             pipes |= vars(build(Topology((edge,)), cfg.warps, cfg.smem, kind))
@@ -221,11 +244,12 @@ def build_smem(cfg: BwdSm90Config, dtype) -> SimpleNamespace:
     """The plan's fields as tensors."""
     smem, layouts = cutlass.memory.SmemAllocator(), Layouts(cfg, dtype)
     found = {}
-    for f in cfg.smem.fields:
+    # The number of a tile first: beside the barriers, where the operands' alignment leaves room.
+    for f in sorted(cfg.smem.fields, key=lambda f: f.name != "sTile"):
         if f.over is not None:
             continue
-        if f.name in ("sdQ", "sLse", "sDelta", "sP"):
-            kind = dtype if f.name == "sP" else Float32
+        if f.name in PLAIN:
+            kind = dtype if PLAIN[f.name] is None else PLAIN[f.name]
             layout = cute.make_layout((f.bytes * 8 // kind.width, f.stages))
             found[f.name] = smem.allocate_tensor(kind, layout, f.align)
         else:

@@ -11,6 +11,7 @@ from cutlass import Int32, const_expr
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
+from fa_cute.bwd.sm90.tiles import done, handed
 from fa_cute.ops import mask
 from fa_cute.ops.reduce import add_f32x4, bulk_add_f32, bulk_store
 from fa_cute.ops.semaphore import pass_turn, wait_first, wait_turn
@@ -137,21 +138,50 @@ class Direct:
 @dataclass(frozen=True)
 class DqStore:
     """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s.
-    Waits dq_full_<w><s>, adds the chunk to the accumulator, signals dq_empty_<w>."""
+    Waits dq_full_<w><s>, adds the chunk to the accumulator, signals dq_empty_<w>; persistent: waits
+    load_tile and releases it."""
 
     @cute.jit
     def run(self, cx: BwdCtx):
         c = cx.cfg
-        chunks, shared, blocks = c.dq_chunks, c.dq_buffers == 1, cx.q_blocks()
-        first, turn = blocks.lo, Int32(0)
+        turn = Int32(0)
         if const_expr(c.store_warps > 1):
             turn = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - c.warps["dq_store"].start
+        if const_expr(c.persistent):
+            self.begin(cx, turn)
+            count = Int32(0)
+            tile = handed(cx, count)
+            while tile.valid:
+                self.tile(cx.of(tile, None), turn)
+                done(cx, count)
+                count += 1
+                tile = handed(cx, count)
+            done(cx, count)
+        else:
+            self.tile(cx, turn)
+        if cute.arch.lane_idx() == 0:
+            # Shared memory outlives its reads; the grid's end completes what was added.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def begin(self, cx: BwdCtx, turn):
+        """All buffers are empty, once for all."""
+        if turn == 0:
+            for w in cutlass.range_constexpr(cx.cfg.dq_buffers):
+                self.drained(cx, w)
+
+    @cute.jit
+    def tile(self, cx: BwdCtx, turn):
+        """This warp's query blocks of a tile."""
+        c = cx.cfg
+        chunks, shared, blocks = c.dq_chunks, c.dq_buffers == 1, cx.q_blocks()
+        first = blocks.lo
+        if const_expr(c.store_warps > 1):
             first += (turn + blocks.lo) % c.store_warps
         full = cx.barrier_id("dq_full_00") + turn
         elected = cute.arch.lane_idx() == 0
-        if turn == 0:
-            for w in cutlass.range_constexpr(c.dq_buffers):
-                self.drained(cx, w)
+        if const_expr(not c.persistent):
+            self.begin(cx, turn)
         for m_block in cutlass.range(first, blocks.hi, c.store_warps, unroll=1):
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
             rank = cx.writer.order.rank(cx, m_block)
@@ -172,9 +202,6 @@ class DqStore:
                     self.drained(cx, chunk)
             if elected:
                 cx.writer.order.end(cx, m_block, rank)
-        if elected:
-            # Shared memory outlives its reads; the grid's end completes what was added.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def write(self, cx: BwdCtx, to: cute.Pointer, chunk: cutlass.Constexpr[int], rank):

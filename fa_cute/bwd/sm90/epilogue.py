@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
-from fa_cute.bwd.sm90.ctx import BwdCtx
+from fa_cute.bwd.sm90.ctx import BwdCtx, Layouts
 from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, WGMMA_ROWS
 from fa_cute.ops.reduce import add_f32x4
 from fa_cute.ops.semaphore import pass_turn, wait_turn
@@ -26,6 +26,12 @@ class Gradient:
     name: str
 
     def smem(self, cx: BwdCtx) -> cute.Tensor:
+        """Where it waits for its store, in the layout of K or V."""
+        if self.name == "dk" and cx.cfg.dk_over_ds:
+            dtype = cx.smem.sdS.element_type
+            layout = Layouts(cx.cfg, dtype).of("sK")
+            start = cute.recast_ptr(cx.smem.sdS.iterator, layout.inner, dtype=dtype)
+            return cute.make_tensor(start, layout.outer)
         return cx.smem.sK if self.name == "dk" else cx.smem.sV
 
     def mma(self, cx: BwdCtx) -> cute.TiledMma:
@@ -88,6 +94,10 @@ class Store:
     ``write(cx, ((gradient, registers), ...), lane, thread)`` with what the caller has of both.
     """
 
+    def frees_first(self, cx: BwdCtx):
+        """Whether K, whether V is free for the next tile before `write`."""
+        return cx.cfg.dk_over_ds, False
+
     @cute.jit
     def write(self, cx: BwdCtx, results, lane, thread):
         meet(cx)  # the other warpgroup may still be reading K for its last dQ
@@ -129,6 +139,10 @@ class Add:
 
     ordered: bool  # by query head, each after the one before
 
+    def frees_first(self, cx: BwdCtx):
+        """Whether K, whether V is free for the next tile before `write`."""
+        return True, True
+
     def nothing(self, cx: BwdCtx, warp):
         """No share of the sums, which start as zeros, and nobody of these keys waits."""
 
@@ -136,6 +150,10 @@ class Add:
     def write(self, cx: BwdCtx, results, lane, thread):
         counter = cx.g.dkv_count + cx.dkv_tile()
         first = thread == 0 and lane.wg == 0
+        if const_expr(cx.cfg.persistent and not self.ordered and not cx.cfg.by_role):
+            meet(
+                cx
+            )  # neither is a tile ahead in signals ds, and in writing dS; turns say that, too
         if const_expr(self.ordered):
             if first:
                 wait_turn(counter, dkv_lock(cx.tile.head, cx.spec.qhead_per_kvhead))

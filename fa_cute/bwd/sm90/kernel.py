@@ -31,12 +31,13 @@ from fa_cute.bwd.sm90.dq_store import (
 )
 from fa_cute.bwd.sm90.epilogue import Add, Store
 from fa_cute.bwd.sm90.lagged import Lagged
-from fa_cute.bwd.sm90.load import Load
+from fa_cute.bwd.sm90.load import Load, LoadEveryTile
 from fa_cute.bwd.sm90.lockstep import Lockstep
 from fa_cute.bwd.sm90.pair import AddExisting, DqOfPair, LoadOfPair
 from fa_cute.bwd.sm90.plan import BwdSm90Config
 from fa_cute.bwd.sm90.remote import own_rank
 from fa_cute.bwd.sm90.roles import DqHalf, Keys, Values
+from fa_cute.bwd.sm90.tiles import EveryTile, OnlyTile
 from fa_cute.ops.score import LOG2_E
 
 
@@ -61,8 +62,11 @@ class Main:
         """``inputs``: q, k, v, dout; ``outputs``: dk, dv."""
         order = call.order()
         g = self.globals(call, inputs, outputs)
+        grid = order.grid(cluster=self.cfg.ctas)
+        if const_expr(self.cfg.persistent):
+            grid = sched.grid_of(sched.capped(order.space.size, call.num_sms, 1), 1)
         self.kernel(g, order, call.scale, call.scale * LOG2_E).launch(
-            grid=order.grid(cluster=self.cfg.ctas),
+            grid=grid,
             block=(self.cfg.warps.threads, 1, 1),
             cluster=(self.cfg.ctas, 1, 1) if self.cfg.pair else None,
             stream=stream,
@@ -120,6 +124,7 @@ class Main:
             dq=call.section("dq"),
             dq_count=call.section("dq_count", Int32),
             dkv_count=call.section("dkv_count", Int32),
+            tile_count=call.section("tile_count", Int32) if c.persistent else None,
             records=call.lists.records if spec.varlen else None,
             window_left=call.window[0],
             window_right=call.window[1],
@@ -147,14 +152,17 @@ class Main:
         """Role and body, in the order of the warps. Determinism is a matter of which writer and
         epilogue.
         """
-        epilogue, part = self.epilogue, DqOfPair if self.cfg.pair else DqHalf
+        epilogue, walk = self.epilogue, EveryTile if self.cfg.persistent else OnlyTile
+        part = DqOfPair if self.cfg.pair else DqHalf
+        keys_split = {"lagged": Lagged, "lockstep": Lockstep}[self.cfg.schedule]
+        load = LoadEveryTile() if self.cfg.persistent else Load()
         bodies = {
-            "load": LoadOfPair() if self.cfg.pair else Load(),
+            "load": LoadOfPair() if self.cfg.pair else load,
             "dq_store": DqStore(),
             "idle": Idle(),
-            "consumer": {"lagged": Lagged, "lockstep": Lockstep}[self.cfg.schedule](epilogue),
-            "values": Values(epilogue, part),
-            "keys": Keys(epilogue, part),
+            "consumer": walk(keys_split(epilogue)),
+            "values": walk(Values(epilogue, part)),
+            "keys": walk(Keys(epilogue, part)),
         }
         return tuple((role, bodies[role.name]) for role in self.cfg.warps.roles)
 
@@ -172,7 +180,7 @@ class Main:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        tile = sched.here(order, c.ctas).tile()
+        tile = None if c.persistent else sched.here(order, c.ctas).tile()
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
@@ -183,12 +191,12 @@ class Main:
             writer=self.writer,
             order=order,
             tile=tile,
-            lengths=g.seqlens.at(tile),
+            lengths=None if c.persistent else g.seqlens.at(tile),
             scale=scale,
             scale_log2=scale_log2,
             rank=rank,
         )
-        if const_expr(self.spec.varlen or cx.mask.hides_keys):
+        if const_expr(not c.persistent and (self.spec.varlen or cx.mask.hides_keys)):
             if tile.valid and cx.q_blocks().count > 0:
                 self.play(cx, warp)
             elif tile.valid:

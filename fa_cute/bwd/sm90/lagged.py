@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.epilogue import DK, DV
-from fa_cute.bwd.sm90.operands import Parts, begin
+from fa_cute.bwd.sm90.operands import Parts, prepare
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
@@ -35,40 +35,51 @@ from fa_cute.bwd.sm90.products import (
     spans,
     wait_ds,
 )
+from fa_cute.bwd.sm90.tiles import filled, finish, let_go
 
 
 @dataclass(frozen=True)
 class Lagged:
     """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
-    load_do, signals ds_<own>, dq_full_<own>."""
+    load_do, signals ds_<own>, dq_full_<own>; persistent: releases load_k, load_v."""
 
     epilogue: Any
 
+    def prepare(self, cx: BwdCtx):
+        """What it has for all tiles."""
+        return prepare(cx)
+
     @cute.jit
-    def run(self, cx: BwdCtx):
-        thread, lane, parts, (dK, dV), blocks = begin(cx)
-        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
-        q_full = q.wait_and_advance()
+    def tile(self, cx: BwdCtx, own, ends):
+        """One tile; returns the ends."""
+        thread, lane, parts, (dK, dV) = own
+        k, v, q, do = ends
+        blocks = cx.q_blocks()
+        k.wait()
+        q, q_full = filled(cx, q, blocks.lo)
         S = self.scores(cx, parts, q_full)
-        cx.pipes.load_v.make_consumer().wait()
-        do_full = do.wait_and_advance()
+        v.wait()
+        do, do_full = filled(cx, do, blocks.lo)
         self.step(cx, parts, (S, dK, dV), (blocks.lo, q_full, do_full), lane, (True, True))
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo + 1)[span]
             for m_block in cutlass.range(start, end, unroll=1):
-                q_full = q.wait_and_advance()
+                q, q_full = filled(cx, q, m_block)
                 if const_expr(cx.cfg.late_do):
                     S = self.scores(cx, parts, q_full)
-                    do_full = do.wait_and_advance()
+                    do, do_full = filled(cx, do, m_block)
                 else:
-                    do_full = do.wait_and_advance()
+                    do, do_full = filled(cx, do, m_block)
                     S = self.scores(cx, parts, q_full)
                 at = (m_block, q_full, do_full)
                 self.step(cx, parts, (S, dK, dV), at, lane, (False, masked))
         dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
         warpgroup.wait_group(0)
+        let_go(cx, self.epilogue, (k, v), True)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
-        self.epilogue.write(cx.anew(), ((DV, dV), (DK, dK)), lane, thread)
+        results = ((DV, dV), (DK, dK))
+        finish(cx, self.epilogue, results, (lane, thread), (k, v))
+        return k, v, q, do
 
     def scores(self, cx: BwdCtx, parts: Parts, q_full) -> cute.Tensor:
         """S = K Q^T issued; its registers."""

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
 from fa_cute.bwd.sm90.epilogue import DK, DV
-from fa_cute.bwd.sm90.operands import Parts, begin
+from fa_cute.bwd.sm90.operands import Parts, prepare
 from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
@@ -31,26 +31,35 @@ from fa_cute.bwd.sm90.products import (
     spans,
     wait_ds,
 )
+from fa_cute.bwd.sm90.tiles import filled, finish, let_go
 
 
 @dataclass(frozen=True)
 class Lockstep:
     """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
-    load_do, signals ds_<own>, dq_full_<own>."""
+    load_do, signals ds_<own>, dq_full_<own>; persistent: releases load_k, load_v."""
 
     epilogue: Any
 
+    def prepare(self, cx: BwdCtx):
+        """What it has for all tiles."""
+        return prepare(cx)
+
     @cute.jit
-    def run(self, cx: BwdCtx):
+    def tile(self, cx: BwdCtx, own, ends):
+        """One tile; returns the ends."""
         c = cx.cfg
-        thread, lane, parts, (dK, dV), blocks = begin(cx)
-        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        thread, lane, parts, (dK, dV) = own
+        k, v, q, do = ends
+        blocks = cx.q_blocks()
+        k.wait()
         P, dP = (accumulator(cx.mmas.sdp, c.tile_n, c.tile_m) for _ in range(2))
-        cx.pipes.load_v.make_consumer().wait()
+        v.wait()
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo)[span]
             for m_block in cutlass.range(start, end, unroll=1):
-                q_full, do_full = q.wait_and_advance(), do.wait_and_advance()
+                q, q_full = filled(cx, q, m_block)
+                do, do_full = filled(cx, do, m_block)
                 self.issue_scores(cx, parts, (P, dP), q_full, do_full)
                 lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
                 warpgroup.wait_group(1)  # S
@@ -58,7 +67,10 @@ class Lockstep:
                 self.gradients(cx, parts, (P, dP, dK, dV), (m_block, q_full, do_full), lane)
                 warpgroup.wait_group(0)  # dK
                 q_full.release()
-        self.epilogue.write(cx.anew(), ((DV, dV), (DK, dK)), lane, thread)
+        let_go(cx, self.epilogue, (k, v), True)
+        results = ((DV, dV), (DK, dK))
+        finish(cx, self.epilogue, results, (lane, thread), (k, v))
+        return k, v, q, do
 
     def issue_scores(self, cx: BwdCtx, parts: Parts, accs, q_full, do_full):
         """Issue S and dP."""

@@ -47,9 +47,9 @@ def operands(cx: BwdCtx, thread, wg) -> Parts:
     )
 
 
-def begin(cx: BwdCtx) -> tuple:
+def prepare(cx: BwdCtx) -> tuple:
     """Where this thread stands among the consumers, its lane, its operands, the registers of dK and
-    dV, the query blocks; K is there, V need not be.
+    dV: all that is the same for every tile.
     """
     c, m = cx.cfg, cx.mmas
     thread = cute.arch.thread_idx()[0] - c.warps["consumer"].start * 32
@@ -57,6 +57,4 @@ def begin(cx: BwdCtx) -> tuple:
     lane = Lane(wg, thread % WARPGROUP_THREADS, wg * WGMMA_ROWS)
     parts = operands(cx, thread, wg)
     sums = accumulator(m.dk, c.tile_n, c.head_dim), accumulator(m.dv, c.tile_n, c.head_dim_v)
-    blocks = cx.q_blocks()
-    cx.pipes.load_k.make_consumer().wait()
-    return thread, lane, parts, sums, blocks
+    return thread, lane, parts, sums

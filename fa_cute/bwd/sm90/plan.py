@@ -31,6 +31,7 @@ ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
 WARPGROUP_THREADS = 128
 CONSUMERS = 2  # warpgroups
+TILE_STAGES = 2  # the next tile is known while this one's number is still looked up
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class BwdSm90Config:
     pair: two CTAs with neighbouring keys exchange dS, and each adds half of the columns of dQ for
         the keys of both ("roles").
     multicast: each CTA of a pair loads half of the rows of Q and dO, for both.
+    persistent: one CTA per SM takes tile after tile (`tiles`); dense calls without windows.
     """
 
     head_dim: int
@@ -73,6 +75,7 @@ class BwdSm90Config:
     pair: bool = False
     multicast: bool = False
     scheduler: str = "single"
+    persistent: bool = False
     consumer_regs: int = 240
     other_regs: int = 24
 
@@ -99,6 +102,8 @@ class BwdSm90Config:
             )
         if self.pair and not self.dq_direct:
             raise PlanError("pair without dq_direct: there is no shared memory for dQ")
+        if self.pair and self.persistent:
+            raise PlanError("pair and persistent; one of them")
         if self.multicast and not self.pair:
             raise PlanError("multicast without pair: nobody else takes part in a load")
         if self.ds_stages < self.ds_stages_needed:
@@ -118,6 +123,12 @@ class BwdSm90Config:
 
     def work(self, spec: BwdSpec) -> Work:
         """How a call is cut into tiles."""
+        if self.persistent and (spec.varlen or any(spec.window) or spec.custom):
+            raise PlanError(
+                f"persistent with varlen={spec.varlen}, window={spec.window}, a mask of its own: "
+                f"{spec.custom is not None}; only dense calls, full or causal, where every tile "
+                "has queries"
+            )
         return work(self, spec, self.cluster_n)
 
     @property
@@ -179,6 +190,14 @@ class BwdSm90Config:
         return 1 if self.by_role else CONSUMERS
 
     @property
+    def dk_over_ds(self) -> bool:
+        """Whether dK goes out through the memory of dS, so that the next tile's K, the first thing
+        that it needs, comes in meanwhile. V is let go of when dK and dV have been read, and nobody
+        writes dS before the next V is there.
+        """
+        return self.persistent and self.head_dim <= self.ds_stages * self.tile_m
+
+    @property
     def smem(self) -> SmemPlan:
         m, n, d, dv = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
         sdQ = SmemField("sdQ", self.dq_chunks.chunk_floats * FLOAT_BYTES, self.dq_buffers)
@@ -201,8 +220,10 @@ class BwdSm90Config:
                 *(() if self.dq_direct else (sdQ,)),
                 SmemField("sLse", m * FLOAT_BYTES, self.q_stages, align=128),
                 SmemField("sDelta", m * FLOAT_BYTES, self.do_stages, align=128),
+                # n_block, head, batch, whether there is such a tile
+                *((SmemField("sTile", 16, TILE_STAGES, align=16),) if self.persistent else ()),
                 # results replace the operands, once both warpgroups have read these for good
-                SmemField("sdK", n * d * ELEMENT_BYTES, over="sK"),
+                SmemField("sdK", n * d * ELEMENT_BYTES, over="sdS" if self.dk_over_ds else "sK"),
                 SmemField("sdV", n * dv * ELEMENT_BYTES, over="sV"),
             ),
             reserved_bytes=256,  # mbarriers
@@ -216,9 +237,12 @@ class BwdSm90Config:
         consumer 0 <--ds--> consumer 1;  by role: values <--turn--> keys, values --p_full--> keys
         pair: keys --peer_ds--> values, keys of the other CTA, which release it to our keys; with
         multicast consumers release Q and dO to the load warps of both
+        persistent: load --tile--> all others, and K and V come back, for the next tile's
         """
         all_ = ("values", "keys") if self.by_role else ("consumer",)
-        v_users = ("keys",) if self.by_role else all_
+        # In a persistent kernel values, too, lets go of V, over which it puts dV.
+        v_users = ("keys",) if self.by_role and not self.persistent else all_
+        store = () if self.dq_direct else ("dq_store",)
         # dq_full_<w><m % store_warps>: warpgroup w's dQ of step m; consecutive ids
         names = [f"full_{w}{s}" for w in range(CONSUMERS) for s in range(self.store_warps)]
         names += [f"empty_{w}" for w in range(CONSUMERS)]
@@ -241,6 +265,7 @@ class BwdSm90Config:
             Edge("load_kx", Via.TMA_ASYNC, "load", all_, tx=("sKx",)),
             Edge("peer_ds", Via.TMA_ASYNC, "keys", all_, self.ds_stages, tx=("sdSx",)),
         )
+        tile = Edge("load_tile", Via.ASYNC, "load", (*all_, *store), TILE_STAGES)
         return Topology(
             (
                 Edge("load_k", Via.TMA_ASYNC, "load", all_, tx=("sK",)),
@@ -248,6 +273,7 @@ class BwdSm90Config:
                 Edge("load_q", Via.TMA_ASYNC, "load", all_, q, tx=("sQ", "sLse"), **both),
                 Edge("load_do", Via.TMA_ASYNC, "load", all_, do, tx=("sdO", "sDelta"), **both),
                 *(peers if self.pair else ()),
+                *((tile,) if self.persistent else ()),
             ),
             (*order, Barrier("epilogue", all_), *(() if self.dq_direct else buffers)),
         )

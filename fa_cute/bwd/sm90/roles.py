@@ -43,6 +43,7 @@ from fa_cute.bwd.sm90.products import (
     take_turn,
     transposed,
 )
+from fa_cute.bwd.sm90.tiles import filled, finish, let_go
 
 VALUES, KEYS = 0, 1
 
@@ -138,13 +139,14 @@ def vectors(fragment: cute.Tensor) -> cute.Tensor:
 @dataclass(frozen=True)
 class Values:
     """Warpgroup 0: P and dV. Waits load_k, load_q, load_do, turn_0, dq_empty_0; signals p_full,
-    turn_1, dq_full_0, releases load_q, load_do. Of a pair: waits load_kx, peer_ds, releases it."""
+    turn_1, dq_full_0, releases load_q, load_do; persistent: load_k, load_v too. Of a pair: waits
+    load_kx, peer_ds, releases it."""
 
     epilogue: Any
     part: Any = DqHalf
 
-    @cute.jit
-    def run(self, cx: BwdCtx):
+    def prepare(self, cx: BwdCtx):
+        """What it has for all tiles: thread, lane, operands, the registers of dV."""
         c, m = cx.cfg, cx.mmas
         t = cute.arch.thread_idx()[0] - c.warps["values"].start * 32
         lane = Lane(VALUES, t, 0)
@@ -154,21 +156,33 @@ class Values:
         tdVrdO = dv.make_fragment_B(dv.partition_B(transposed(cx.smem.sdO)))
         half = self.part.of(cx, VALUES)
         dV = accumulator(m.dv, c.tile_n, c.head_dim_v)
-        k = cx.pipes.load_k.make_consumer()
-        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        return t, lane, (tSrK, tSrQ, tdVrdO, half), dV
+
+    @cute.jit
+    def tile(self, cx: BwdCtx, own, ends):
+        """One tile; returns the ends."""
+        t, lane, operands, dV = own
+        half = operands[3]
+        k, v, q, do = ends
         k.wait()
         blocks = cx.q_blocks()
-        operands = (tSrK, tSrQ, tdVrdO, half)
-        rP = self.probabilities(cx, operands, (blocks.lo, q.wait_and_advance()), lane, True)
-        self.sum(cx, operands, (dV, rP), (blocks.lo, do.wait_and_advance()), lane, True)
+        q, q_full = filled(cx, q, blocks.lo)
+        rP = self.probabilities(cx, operands, (blocks.lo, q_full), lane, True)
+        do, do_full = filled(cx, do, blocks.lo)
+        self.sum(cx, operands, (dV, rP), (blocks.lo, do_full), lane, True)
         for span in cutlass.range_constexpr(3):
             start, end, masked = spans(blocks, blocks.lo + 1)[span]
             for m_block in cutlass.range(start, end, unroll=1):
-                at = (m_block, q.wait_and_advance())
-                rP = self.probabilities(cx, operands, at, lane, masked)
-                self.sum(cx, operands, (dV, rP), (m_block, do.wait_and_advance()), lane, False)
+                q, q_full = filled(cx, q, m_block)
+                rP = self.probabilities(cx, operands, (m_block, q_full), lane, masked)
+                do, do_full = filled(cx, do, m_block)
+                self.sum(cx, operands, (dV, rP), (m_block, do_full), lane, False)
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.write(cx.anew(), ((DV, dV),), lane, t)
+        if const_expr(cx.cfg.persistent):
+            v.wait()  # long there, but nobody lets go of what it has not waited for
+        let_go(cx, self.epilogue, (k, v), True)
+        finish(cx, self.epilogue, ((DV, dV),), (lane, t), (k, v))
+        return k, v, q, do
 
     @cute.jit
     def probabilities(self, cx: BwdCtx, operands, at, lane: Lane, masked: cutlass.Constexpr[bool]):
@@ -203,14 +217,14 @@ class Values:
 @dataclass(frozen=True)
 class Keys:
     """Warpgroup 1: dS and dK. Waits load_v, load_q, load_do, p_full, turn_1, dq_empty_1; signals
-    turn_0, dq_full_1, releases load_q, load_do. Of a pair: waits load_kx, peer_ds, releases it;
-    sends peer_ds."""
+    turn_0, dq_full_1, releases load_q, load_do; persistent: load_k, load_v too. Of a pair: waits
+    load_kx, peer_ds, releases it; sends peer_ds."""
 
     epilogue: Any
     part: Any = DqHalf
 
-    @cute.jit
-    def run(self, cx: BwdCtx):
+    def prepare(self, cx: BwdCtx):
+        """What it has for all tiles: thread, lane, operands, the registers of dK."""
         c, m = cx.cfg, cx.mmas
         t = cute.arch.thread_idx()[0] - c.warps["keys"].start * 32
         lane = Lane(KEYS, t, 0)
@@ -221,20 +235,31 @@ class Keys:
         half, copy = self.part.of(cx, KEYS), ds_copy(cx)
         tdSsdS = copy.get_slice(t).partition_D(transposed(cx.smem.sdS))
         dK = accumulator(m.dk, c.tile_n, c.head_dim)
-        k, v = cx.pipes.load_k.make_consumer(), cx.pipes.load_v.make_consumer()
-        q, do = cx.pipes.load_q.make_consumer(), cx.pipes.load_do.make_consumer()
+        return t, lane, (tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS), dK
+
+    @cute.jit
+    def tile(self, cx: BwdCtx, own, ends):
+        """One tile; returns the ends."""
+        t, lane, operands, dK = own
+        half = operands[3]
+        k, v, q, do = ends
         pass_turn(cx, KEYS)  # the first turn is values'
         k.wait()
         v.wait()
         blocks = cx.q_blocks()
-        operands = (tdPrV, tdPrdO, tdKrQ, half, copy, tdSsdS)
-        rdS = self.score_gradient(cx, operands, (blocks.lo, do.wait_and_advance()), lane)
-        self.sum(cx, operands, (dK, rdS), (blocks.lo, q.wait_and_advance()), lane, True)
+        do, do_full = filled(cx, do, blocks.lo)
+        rdS = self.score_gradient(cx, operands, (blocks.lo, do_full), lane)
+        q, q_full = filled(cx, q, blocks.lo)
+        self.sum(cx, operands, (dK, rdS), (blocks.lo, q_full), lane, True)
         for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
-            rdS = self.score_gradient(cx, operands, (m_block, do.wait_and_advance()), lane)
-            self.sum(cx, operands, (dK, rdS), (m_block, q.wait_and_advance()), lane, False)
+            do, do_full = filled(cx, do, m_block)
+            rdS = self.score_gradient(cx, operands, (m_block, do_full), lane)
+            q, q_full = filled(cx, q, m_block)
+            self.sum(cx, operands, (dK, rdS), (m_block, q_full), lane, False)
         half.last(cx, blocks.hi - 1, lane)
-        self.epilogue.write(cx.anew(), ((DK, dK),), lane, t)
+        let_go(cx, self.epilogue, (k, v), True)
+        finish(cx, self.epilogue, ((DK, dK),), (lane, t), (k, v))
+        return k, v, q, do
 
     @cute.jit
     def score_gradient(self, cx: BwdCtx, operands, at, lane: Lane):

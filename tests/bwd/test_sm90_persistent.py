@@ -1,0 +1,138 @@
+"""The persistent Hopper backward: the same bits in order, the same accuracy without one, whatever
+number of CTAs takes the tiles and whichever comes first."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from fa_cute import launch, tune
+from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.sm90 import plan
+from fa_cute.errors import PlanError
+from fa_cute.ops.mask import Band
+from fa_cute.sim import host
+
+from .test_sm90_sim import HOPPER, Case, poisoned_outputs  # noqa: F401
+
+pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
+
+SCHEDULES = ("early", "late", "random:3", "priority:1")
+
+
+@pytest.fixture
+def persistent(monkeypatch):
+    """persistent(ctas): calls from now on take the persistent kernel, of so many CTAs at most, and
+    the grids of their launches are appended to ``persistent.grids``.
+    """
+
+    def switch(ctas: int):
+        def row(spec, *_):
+            return dataclasses.replace(plan.config(spec), persistent=True)
+
+        monkeypatch.setattr(tune, "backward", row)
+        monkeypatch.setattr(launch, "num_sms", lambda *_: ctas)
+
+    def recorded(session, *args, **options):
+        switch.grids.append(args[1])
+        return original(session, *args, **options)
+
+    switch.grids, original = [], host.Session.launch
+    monkeypatch.setattr(host.Session, "launch", recorded)
+    return switch
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def ordered(head_dim: int, causal: bool, ratio: int = 1) -> BwdSpec:
+    return BwdSpec("bf16", head_dim, head_dim, causal, ratio, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), [(96, False), *itertools.product((64, 128, 256), (False, True))]
+)
+def test_in_order_the_bits_are_those_of_one_tile_per_cta(head_dim, causal, persistent):
+    """Six or ten tiles of two or three query blocks for two CTAs."""
+    case = Case(ordered(head_dim, causal), 140, 270, heads_kv=2)
+    first = case.run()
+    persistent(2)
+    assert same(first, case.run())
+    assert persistent.grids[-2][0] == 2
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_more_ctas_than_tiles_and_a_single_one(head_dim, persistent):
+    case = Case(ordered(head_dim, True), 50, 260)
+    first = case.run()
+    for ctas in (7, 1):
+        persistent(ctas)
+        assert same(first, case.run())
+        assert persistent.grids[-2][0] == min(ctas, -(-260 // plan.config(case.spec).tile_n))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "ratio"), [(64, False, 3), (128, True, 1), (256, True, 2)]
+)
+def test_without_an_order_against_float64(head_dim, causal, ratio, persistent, monkeypatch):
+    """Where kv heads are shared, nobody meets in the epilogue but for the next tile's sake."""
+    persistent(2)
+    spec = BwdSpec("bf16", head_dim, head_dim, causal, ratio)
+    Case(spec, 140, 270, heads_kv=2).check()
+    case = Case(spec, 70, 140)
+    for schedule in ("late", "random:1", "priority:2"):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        case.check()
+
+
+@pytest.mark.parametrize("ratio", [1, 2], ids=["mha", "gqa"])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
+def test_deterministic_bits_under_any_schedule(head_dim, causal, ratio, persistent, monkeypatch):
+    case = Case(ordered(head_dim, causal, ratio), 130, 200)
+    first = case.run()
+    persistent(2)
+    for schedule in SCHEDULES:
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        assert same(first, case.run()), schedule
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
+def test_no_deadlock_with_few_ctas_at_a_time(head_dim, causal, persistent):
+    """A CTA that has not started has taken no tile, so nobody waits for it."""
+    case = Case(ordered(head_dim, causal, 2), 130, 400)
+    first = case.run()
+    persistent(4)
+    for resident in (1, 2, 3):
+        with host.session(HOPPER, dsl=False, resident=resident):
+            assert same(first, case.run()), resident
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [ordered(128, True), ordered(64, True, 2), BwdSpec("bf16", 256, 256, True, 2)],
+    ids=lambda spec: f"{spec.head_dim}-{spec.qhead_per_kvhead}",
+)
+def test_no_races(spec, persistent):
+    """Every two accesses of shared memory of which one writes are ordered by a barrier: those of
+    one tile and of the next, too."""
+    persistent(1)
+    with host.session(HOPPER, dsl=False, races=True) as session:
+        Case(spec, 130, 270).run()
+    assert persistent.grids[-2][0] == 1 or spec.shares_kv
+    assert not [race for launch in session.launches for race in launch.races]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"varlen": True}, {"window": (True, False)}, {"custom": Band(right=1)}],
+    ids=["varlen", "window", "custom"],
+)
+def test_what_it_is_not_for(options):
+    spec = BwdSpec("bf16", 128, 128, "custom" in options, **options)
+    cfg = dataclasses.replace(plan.config(spec), persistent=True)
+    with pytest.raises(PlanError, match="only dense calls, full or causal"):
+        cfg.work(spec)
