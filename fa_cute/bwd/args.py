@@ -70,9 +70,11 @@ def _aligned(floats: Any) -> Any:
 class Workspace:
     """Where each scratch array starts, in floats (counters are int32: the same four bytes).
 
-    Everything from ``dq`` on must start as zero: the preprocess does that. Plain arithmetic: ints
-    on the host, 64-bit DSL integers where it is traced. Shapes are those of a dense batch; varlen
-    has (tiles of all sequences, heads, ...) instead of (batch, heads, tiles of one, ...).
+    Everything from ``dq`` on must start as zero (where the main kernel begins each dQ tile by
+    storing, from ``dk`` on, and dQ tiles that nobody adds to): the preprocess does that. Plain
+    arithmetic: ints on the host, 64-bit DSL integers where it is traced. Shapes are those of a
+    dense batch; varlen has (tiles of all sequences, heads, ...) instead of (batch, heads, tiles of
+    one, ...).
     """
 
     lse: Any  # (batch, heads, rows_q) log2 units, +inf where a row sees nothing or does not exist
@@ -109,6 +111,11 @@ def tiles(cfg: Any, spec: BwdSpec, n: Sizes) -> tuple[Any, Any]:
     )
 
 
+def stores_first(cfg: Any) -> bool:
+    """Whether the main kernel itself begins each dQ tile that somebody adds to."""
+    return getattr(cfg, "store_first", False)
+
+
 def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head
     dims).
@@ -124,7 +131,7 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
     # CTAs of a pair add to different rows of a dQ tile, each in its own order.
     counts_q = n.heads * num_m * getattr(cfg, "ctas", 1)
-    counted = spec.deterministic or getattr(cfg, "store_first", False)
+    counted = spec.deterministic or stores_first(cfg)
     dkv_count = dq_count + (_aligned(counts_q) if counted else 0)
     counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     tile_count = dkv_count + _aligned(counts_kv)

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
-from fa_cute.bwd.args import BwdSpec
+from fa_cute.bwd.args import BwdSpec, stores_first
 from fa_cute.bwd.blocks import Cut
 from fa_cute.ops.mask import kv_blocks
 from fa_cute.ops.score import LOG2_E
@@ -59,18 +59,14 @@ class BwdPreprocess:
     def cut(self) -> Cut:
         return Cut("q", self.cfg.tile_m, ROWS)
 
-    @property
-    def stored_first(self) -> bool:
-        """Whether the main kernel itself begins each dQ tile that somebody adds to."""
-        return getattr(self.cfg, "store_first", False)
-
     @cute.jit
     def __call__(self, call, rows, stream):
         """``call``: `call.Call`; ``rows``: out, dout, lse and dlse."""
         blocks, at = call.blocks("q"), call.at
-        first = "dk" if self.stored_first else "dq"
+        stored = stores_first(self.cfg)
+        first = "dk" if stored else "dq"
         vectors = (at.size - getattr(at, first)) // 4
-        unseen = Unseen(call.section("dq"), call.band) if self.stored_first else None
+        unseen = Unseen(call.section("dq"), call.band) if stored else None
         results = (call.per_row("lse"), call.per_row("delta"))
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)

@@ -108,7 +108,7 @@ class Globals:
     mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units; varlen (rows, heads)
     mDelta: cute.Tensor
     dq: cute.Pointer  # fp32 accumulator
-    dq_count: cute.Pointer  # int32 turnstiles; not read unless deterministic
+    dq_count: cute.Pointer  # int32 turnstiles; not read unless dQ has an order or a first
     dkv_count: cute.Pointer
     tile_count: Any  # int32, tiles that are taken; None unless persistent
     records: Any  # varlen: of the sequences; else None
