@@ -22,6 +22,7 @@ from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm90.plan import config
 
 HOPPER = arch.get("sm_90a")
+LENGTHS = (1024, 4096, 16384)  # of races
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # (seqlen_q, seqlen_k): ends inside a tile, one row, one key, longer on either side
 SHAPES = [(128, 128), (1, 1), (3, 3), (64, 1), (64, 32), (239, 1), (300, 300), (113, 203), (799, 3)]
@@ -160,20 +161,18 @@ def small(dims):
 def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
     """Milliseconds of each function, interleaved round by round."""
     times = {name: [] for name in fns}
-    with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes compile side by side and time in turn
-        for r in range(rounds + warm):
-            names = list(fns)
-            for name in names[r % len(names) :] + names[: r % len(names)]:  # nobody is always first
-                fn = fns[name]
-                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                a.record()
-                for _ in range(reps):
-                    fn()
-                b.record()
-                b.synchronize()
-                if r >= warm:
-                    times[name].append(a.elapsed_time(b) / reps)
+    for r in range(rounds + warm):
+        names = list(fns)
+        for name in names[r % len(names) :] + names[: r % len(names)]:  # nobody is always first
+            fn = fns[name]
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            a.record()
+            for _ in range(reps):
+                fn()
+            b.record()
+            b.synchronize()
+            if r >= warm:
+                times[name].append(a.elapsed_time(b) / reps)
     return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
 
 
@@ -206,7 +205,18 @@ def forward(q, k, v, causal):
 
 
 def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
-    """TFLOP/s of several backwards on one problem; their results must agree."""
+    """TFLOP/s of several backwards on one problem; their results must agree. Several processes
+    compile side by side and have the GPU in turn.
+    """
+    with open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = _race(spec, seqlen, runs, det, peers)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
     q, k, v, dout = problem(spec, seqlen)
     batch, _, heads, _ = q.shape
     zero, fns = q.new_zeros((batch, heads, seqlen), dtype=torch.float32), {}
@@ -253,7 +263,7 @@ def speed(dims):
     for d, causal, det in itertools.product(dims, (False, True), (False, True)):
         spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
         runs = {"ours": Backward(spec)}
-        rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]
+        rows += [race(spec, seqlen, runs, det, True) for seqlen in LENGTHS]
     return rows
 
 
@@ -297,7 +307,7 @@ def variants(dims):
             if change.get("store_first"):
                 change = {**change, "scheduler": "spt" if causal else "ascending"}
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
-        rows += [race(spec, seqlen, runs, det, True) for seqlen in (1024, 4096, 16384)]
+        rows += [race(spec, seqlen, runs, det, True) for seqlen in LENGTHS]
     return rows
 
 

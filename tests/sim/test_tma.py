@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -281,6 +283,14 @@ STORE_5D = STORE.replace("2d", "5d")
 BACK = 1 << 30  # rows that the last dimension of `ragged_map` takes away again
 
 
+def mapped(*shape: int) -> np.ndarray:
+    """Zeros in pages of their own, far above address 0 (small arrays may lie in a heap that is
+    not): BACK rows before them is still an address.
+    """
+    count = int(np.prod(shape))
+    return np.frombuffer(mmap.mmap(-1, 2 * count), np.uint16, count).reshape(shape)
+
+
 def ragged_map(array, box_rows: int, shifted: bool) -> bytes:
     """Rows of a tensor as (columns, rows, 1, ends, back): one row stride twice, and a step back
     over all of memory. ``shifted``: instead a base that lies BACK rows before the tensor.
@@ -323,8 +333,8 @@ mov.b32 %r13, {0 if shifted else BACK};
 def test_maps_that_end_with_a_sequence(start: int, end: int, pitch: int, shifted: bool) -> None:
     """Only rows of the sequence move, up to the box; nothing beside it is touched."""
     rng = np.random.default_rng(0)
-    source = rng.integers(1, 2**16, (20, pitch), dtype=np.uint16)[:, :16]
-    target = np.zeros((20, pitch), np.uint16)[:, :16]
+    source, target = (mapped(20, pitch)[:, :16] for _ in range(2))
+    source[:] = rng.integers(1, 2**16, source.shape)
     move_rows(source, target, start, end, shifted)
     want = np.zeros_like(target)
     want[start : min(end, start + 8)] = source[start : min(end, start + 8)]
@@ -333,7 +343,8 @@ def test_maps_that_end_with_a_sequence(start: int, end: int, pitch: int, shifted
 
 def test_a_load_of_nothing_reads_the_base() -> None:
     """As the H200 does: a base with nothing behind it is no address for it."""
-    source, target = (np.ones((20, 16), np.uint16) for _ in range(2))
+    source, target = mapped(20, 16), mapped(20, 16)
+    target[:] = 1
     move_rows(source, target, 3, 3)
     assert target.all()
     with pytest.raises(OutOfBoundsError, match="the map's base"):
