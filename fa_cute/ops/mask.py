@@ -71,6 +71,11 @@ class Band:
         return self.is_own or self.left is not None
 
     @property
+    def unlimited(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.is_own and self.left is None and self.right is None
+
+    @property
     def is_own(self) -> bool:
         """Whether a subclass says by itself which queries see a key."""
         return type(self).q_bounds is not Band.q_bounds

@@ -212,7 +212,8 @@ class Prepare:
     def width(self, a: Inputs, longest):
         """Heads of a section, if tiles read so many rows at most."""
         seen = self.work.seen(a.mask, longest)
-        return self.work.section(seen, a.heads // a.heads_per_unit, a.heads_per_unit, a.sms)
+        units = a.heads // a.heads_per_unit
+        return self.work.section(a.mask, seen, units, a.heads_per_unit, a.sms)
 
     @cute.jit
     def record(self, a: Inputs, s, offsets, lengths, first, tiles):

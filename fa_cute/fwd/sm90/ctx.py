@@ -109,15 +109,22 @@ class FwdCtx:
         return self.team_blocks(tile, team).lo - self.kv_blocks(tile).lo
 
     @property
+    def few_registers(self) -> bool:
+        """Whether the loops over KV blocks have none to spare: the limits of a window are in some,
+        and beside wide heads there is no room for where a sequence lies.
+        """
+        return any(self.spec.window) or (self.spec.varlen and self.cfg.head_dim > 192)
+
+    @property
     def late_ids(self) -> bool:
         """Whether a team's barrier is computed where it is met."""
-        return self.cfg.late_ids or any(self.spec.window) or self.spec.varlen
+        return self.cfg.late_ids or self.few_registers
 
     def late(self, x: Int32) -> Int32:
         """``x``; what depends on it is computed where it is used, not kept in registers over the
-        loops, of which a window's limits leave too few.
+        loops where these are few.
         """
-        return pinned(x) if any(self.spec.window) or self.spec.varlen else x
+        return pinned(x) if self.few_registers else x
 
     def needs_mask(self, blocks: Blocks, n_block):
         """Whether some row of a team does not see all of one of its blocks."""

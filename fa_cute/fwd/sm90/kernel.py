@@ -165,13 +165,18 @@ class FwdSm90:
             pipes=pipes.build(c.topology, c.warps, c.smem),
             barriers=pipes.barriers(c.topology, c.warps),
         )
+        if const_expr(self.spec.varlen):
+            cute.arch.griddepcontrol_wait()  # for all that the kernel before wrote: the list
+            # Three loads, each of which says where the next one goes, take as long as the set-up,
+            # and go on beside it; roles find the same in L1.
+            tile = cx.scheduler().tile()
+            there_is = tile.valid & (cx.seqlens(tile).q > 0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if const_expr(self.spec.varlen):
-            cute.arch.griddepcontrol_wait()  # for all that the kernel before wrote: the list
             # There may be fewer tiles than there are CTAs.
-            if cx.scheduler().tile().valid:
+            if there_is:
                 self.roles(cx, warp)
         else:
             self.roles(cx, warp)
