@@ -150,6 +150,10 @@ class Backward:
     cfg: Any
     spec: BwdSpec
 
+    # Whether each kernel is launched while the one before still runs (programmatic dependent
+    # launch), and waits for its end when it has set itself up.
+    early = False
+
     @cute.jit
     def __call__(
         self,
@@ -182,10 +186,13 @@ class Backward:
         call = call_of(c, spec, (mQ, mK), grads, lengths, mWork, numbers, stream)
         BwdPreprocess(c, spec)(call, (mO, mdO, mLSE, mdLSE), stream)
         self.main(call, (mQ, mK, mV, mdO), (mdK, mdV), stream)
-        cut = Cut("q", c.tile_m, c.tile_m)
-        BwdPostprocess(cut, c.dq_chunks, spec.head_dim)(call, "dq", mdQ, softmax_scale, stream)
+        cut, early = Cut("q", c.tile_m, c.tile_m), self.early
+        last = BwdPostprocess(cut, c.dq_chunks, spec.head_dim, early)
+        last(call, "dq", mdQ, softmax_scale, stream)
         if const_expr(spec.shares_kv):
             # Only a list of tiles counts those of a cluster.
             cut = Cut("k", c.work(spec).tile_k if spec.varlen else c.tile_n, c.tile_n)
-            BwdPostprocess(cut, c.dk_chunks, spec.head_dim)(call, "dk", mdK, softmax_scale, stream)
-            BwdPostprocess(cut, c.dv_chunks, spec.head_dim_v)(call, "dv", mdV, Float32(1.0), stream)
+            last = BwdPostprocess(cut, c.dk_chunks, spec.head_dim, early)
+            last(call, "dk", mdK, softmax_scale, stream)
+            last = BwdPostprocess(cut, c.dv_chunks, spec.head_dim_v, early)
+            last(call, "dv", mdV, Float32(1.0), stream)

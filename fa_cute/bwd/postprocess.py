@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 
 from fa_cute.bwd.blocks import Cut
 from fa_cute.bwd.preprocess import VECTOR, vector_of
@@ -26,6 +26,7 @@ class BwdPostprocess:
     cut: Cut
     chunks: object  # Chunks
     head_dim: int  # columns that exist; the tile may have more
+    early: bool = False  # launched while the kernel before still runs
 
     @cute.jit
     def __call__(self, call, name: str, mOut: cute.Tensor, scale: Float32, stream):
@@ -35,11 +36,14 @@ class BwdPostprocess:
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), heads, 1)
         self.kernel(blocks, call.section(name), mOut, scale).launch(
-            grid=grid, block=(128 * self.chunks.num, 1, 1), stream=stream
+            grid=grid, block=(128 * self.chunks.num, 1, 1), stream=stream, use_pdl=self.early
         )
 
     @cute.kernel
     def kernel(self, blocks, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_wait()  # for all of the kernels before
+            cute.arch.griddepcontrol_launch_dependents()
         index, head, _ = cute.arch.block_idx()
         block = blocks.at(index, self.cut)
         if block.valid:

@@ -16,6 +16,7 @@ from cutlass import Float32, Int64, const_expr
 
 from fa_cute.bwd.args import BwdSpec, stores_first
 from fa_cute.bwd.blocks import Cut
+from fa_cute.ops.arith import ceil_div, lo
 from fa_cute.ops.mask import kv_blocks
 from fa_cute.ops.score import LOG2_E
 
@@ -76,15 +77,15 @@ class BwdPreprocess:
 
     @cute.kernel
     def kernel(self, blocks, rows, results, zeros: cute.Pointer, vectors: Int64, unseen):
+        # The main kernel, where it may, sets itself up meanwhile.
+        cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
         index, head, _ = cute.arch.block_idx()
         block = blocks.at(index, self.cut)
-        lane = tidx % LANES
         if block.valid:
             inputs, outputs = self.of_head(block.lengths, rows, results, head)
-            for i in cutlass.range_constexpr(ROWS * LANES // THREADS):
-                row = block.number * ROWS + i * (THREADS // LANES) + tidx // LANES
-                self.row(inputs, outputs, block.lengths.q, (row, lane))
+            first = block.number * ROWS + tidx // LANES
+            self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
             if const_expr(unseen is not None):
                 self.zero_unseen(unseen, block, head)
         # every CTA zeroes its share, whole waves side by side
@@ -120,27 +121,55 @@ class BwdPreprocess:
         return (*inputs, lengths.values(mLSE, head), dlse), outputs
 
     @cute.jit
-    def row(self, inputs, outputs, seqlen_q, where):
-        """One row: its eight threads sum 16-byte vectors, the first one writes."""
-        gO, gdO, gLSE, gdLSE = inputs
-        gLse2, gDelta = outputs
-        row, lane = where
-        inside = row < seqlen_q
-        total = Float32(0.0)
-        if inside:
-            for v in cutlass.range_constexpr((self.cfg.head_dim_v // VECTOR + LANES - 1) // LANES):
-                col = (v * LANES + lane) * VECTOR
+    def rows(self, inputs, outputs, seqlen_q, where):
+        """A thread's part of some rows: eight threads sum 16-byte vectors of each, the first one
+        writes.
+        """
+        first, lane = where
+        loaded = []
+        for i in cutlass.range_constexpr(ROWS * LANES // THREADS):
+            # All loads before a sum waits for one; past the end those of the last row.
+            row = first + i * (THREADS // LANES)
+            loaded.append((row, self.vectors(inputs, lo(row, seqlen_q - 1), lane)))
+        for i in cutlass.range_constexpr(len(loaded)):
+            self.row(inputs, outputs, seqlen_q, lane, loaded[i])
+
+    @cute.jit
+    def vectors(self, inputs, row, lane):
+        """A thread's vectors of out and dout of a row; zeros past the last column."""
+        gO, gdO, _, _ = inputs
+        found = []
+        for v in cutlass.range_constexpr(ceil_div(self.cfg.head_dim_v, VECTOR * LANES)):
+            rO, rdO = (cute.make_rmem_tensor(VECTOR, gO.element_type) for _ in range(2))
+            col = (v * LANES + lane) * VECTOR
+            if const_expr((v + 1) * LANES * VECTOR <= self.spec.head_dim_v):
+                cute.autovec_copy(vector_of(gO, (row, col)), rO)
+                cute.autovec_copy(vector_of(gdO, (row, col)), rdO)
+            else:
+                rO.fill(0.0)
+                rdO.fill(0.0)
                 if col < self.spec.head_dim_v:
-                    rO, rdO = (cute.make_rmem_tensor(VECTOR, gO.element_type) for _ in range(2))
                     cute.autovec_copy(vector_of(gO, (row, col)), rO)
                     cute.autovec_copy(vector_of(gdO, (row, col)), rdO)
-                    product = rO.load().to(Float32) * rdO.load().to(Float32)
-                    total += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            found.append((rO, rdO))
+        return found
+
+    @cute.jit
+    def row(self, inputs, outputs, seqlen_q, lane, loaded):
+        """One row from its vectors."""
+        _, _, gLSE, gdLSE = inputs
+        gLse2, gDelta = outputs
+        row, pairs = loaded
+        total = Float32(0.0)
+        for v in cutlass.range_constexpr(len(pairs)):
+            rO, rdO = pairs[v]
+            product = rO.load().to(Float32) * rdO.load().to(Float32)
+            total += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         for step in cutlass.range_constexpr(3):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         if lane == 0:
             lse2, delta = Float32(math.inf), Float32(0.0)
-            if inside:
+            if row < seqlen_q:
                 lse = Float32(gLSE[row])
                 if lse != -math.inf:
                     lse2, delta = lse * LOG2_E, total

@@ -31,7 +31,7 @@ def persistent(monkeypatch):
 
     def switch(ctas: int):
         def row(spec, *_):
-            return dataclasses.replace(plan.config(spec), persistent=True)
+            return dataclasses.replace(plan.config(spec), persistent=True, pair=False)
 
         monkeypatch.setattr(tune, "backward", row)
         monkeypatch.setattr(launch, "num_sms", lambda *_: ctas)
@@ -133,6 +133,6 @@ def test_no_races(spec, persistent):
 )
 def test_what_it_is_not_for(options):
     spec = BwdSpec("bf16", 128, 128, "custom" in options, **options)
-    cfg = dataclasses.replace(plan.config(spec), persistent=True)
+    cfg = dataclasses.replace(plan.config(spec), persistent=True, pair=False)
     with pytest.raises(PlanError, match="only dense calls, full or causal"):
         cfg.work(spec)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fa_cute.bwd.sm90.plan import (
     CONSUMERS,
     ORDERED,
+    PLAIN_UNORDERED,
     TILE_STAGES,
     TILES,
     UNORDERED,
@@ -50,7 +51,12 @@ VARIANTS = (
     {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},
     *({**row, "persistent": True} for row in TILES),
     *({**row, **ORDERED, "scheduler": "ascending", "persistent": True} for row in TILES),
-    *({**row, **UNORDERED.get(row["head_dim"], {}), "persistent": True} for row in TILES),
+    *(
+        {**row, **UNORDERED.get(row["head_dim"], {}), "persistent": True}
+        for row in TILES
+        if row is not KEYS_ROW
+    ),
+    {**KEYS_ROW, **PLAIN_UNORDERED[128]},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
 LOCKSTEP = len(VARIANTS) - 3 * len(TILES) - 1  # the last that is not persistent
@@ -113,7 +119,7 @@ class Warpgroup:
     def hand_over(self, m: int) -> list[Event]:
         if self.cfg.dq_direct:
             return []
-        buffer, full = self.w % self.cfg.dq_buffers, f"dq_full_{self.w}{m % self.cfg.store_warps}"
+        buffer, full = self.w % self.cfg.dq_buffers, f"dq_full_{self.w}{m % self.cfg.full_barriers}"
         return [sync(f"dq_empty_{self.w}"), write("sdQ", buffer), arrive(full)]
 
     def ready(self, m: int) -> list[Event]:
@@ -230,12 +236,15 @@ class Warpgroup:
 
 
 def dq_store(cfg: BwdSm90Config, tiles: Tiles, s: int) -> list[Event]:
-    """The warp of the query blocks m with m % store_warps == s."""
+    """The warp of the query blocks m with m % store_warps == s, or of warpgroup s."""
     shared, who = cfg.dq_buffers == 1, range(cfg.dq_chunks.num)
     out = [arrive(f"dq_empty_{w}") for w in range(cfg.dq_buffers)] if s == 0 else []
     for number, (first, end) in enumerate(tiles):
         out += handed(cfg, number)
         for m in range(first, end):
+            if cfg.own_store:
+                out += [sync(f"dq_full_{s}0"), read("sdQ", s), arrive(f"dq_empty_{s}")]
+                continue
             if m % cfg.store_warps != s:
                 continue
             for w in who:
@@ -298,7 +307,10 @@ def unnoticed(cfg: BwdSm90Config, right: dict[str, list[Event]], of=lambda event
 
 @pytest.mark.parametrize(
     "cfg",
-    [CONFIGS[2], CONFIGS[3], CONFIGS[LOCKSTEP], CONFIGS[LOCKSTEP - 1], CONFIGS[len(TILES) + 5]],
+    [
+        *(CONFIGS[i] for i in (2, 3, LOCKSTEP, LOCKSTEP - 1, len(TILES) + 5)),
+        next(c for c in CONFIGS if c.own_store and not c.persistent),
+    ],
     ids=lambda c: f"{c.split}-{c.schedule}-{c.store_warps}",
 )
 def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:

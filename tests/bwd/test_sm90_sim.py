@@ -202,7 +202,7 @@ def test_no_races(head_dim, causal, deterministic):
     assert not [race for launch in session.launches for race in launch.races]
 
 
-FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True}
+FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True, "pair": False}
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True), (256, True)])

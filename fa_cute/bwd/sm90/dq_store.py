@@ -101,22 +101,19 @@ class Buffered:
 
     order: Any
 
-    @cute.jit
     def hand_over(self, cx: BwdCtx, dQ: cute.Tensor, m_block: Int32, lane, chunk):
         """A consumer warpgroup's chunk into its buffer, once the store warp has drained it."""
-        vectors, warps = cx.cfg.dq_chunks.vectors, cx.cfg.store_warps
+        vectors, num = cx.cfg.dq_chunks.vectors, cx.cfg.full_barriers
         empty = cx.barrier_id("dq_empty_0") + lane.wg
-        full = cx.barrier_id("dq_full_00") + warps * lane.wg
-        if const_expr(warps > 1):
-            full += m_block % warps
+        full = cx.barrier_id("dq_full_00") + num * lane.wg + m_block % num
         cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
         to = (cx.smem.sdQ[None, lane.wg % cx.cfg.dq_buffers].iterator + lane.t * 4).align(16)
         layout = cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP_THREADS))
         registers = cute.make_tensor(dQ.iterator, cute.make_layout((4, vectors)))
         cute.autovec_copy(registers, cute.make_tensor(to, layout))
-        cute.arch.fence_proxy(
-            "async.shared", space="cta"
-        )  # the bulk engine reads by the async proxy
+        # The bulk engine reads by the async proxy. To wait for the stores takes some hundred
+        # cycles; when the next step's products were issued first it took twice as long.
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=full, number_of_threads=STORE_THREADS)
 
 
@@ -137,9 +134,9 @@ class Direct:
 
 @dataclass(frozen=True)
 class DqStore:
-    """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s.
-    Waits dq_full_<w><s>, adds the chunk to the accumulator, signals dq_empty_<w>; persistent: waits
-    load_tile and releases it."""
+    """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s, or
+    warpgroup s's half of all (`own_store`). Waits dq_full_<w><s>, adds the chunk to the
+    accumulator, signals dq_empty_<w>; persistent: waits load_tile and releases it."""
 
     @cute.jit
     def run(self, cx: BwdCtx):
@@ -152,13 +149,13 @@ class DqStore:
             count = Int32(0)
             tile = handed(cx, count)
             while tile.valid:
-                self.tile(cx.of(tile, None), turn)
+                self.of_tile(cx.of(tile, None), turn)
                 done(cx, count)
                 count += 1
                 tile = handed(cx, count)
             done(cx, count)
         else:
-            self.tile(cx, turn)
+            self.of_tile(cx, turn)
         if cute.arch.lane_idx() == 0:
             # Shared memory outlives its reads; the grid's end completes what was added.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -169,6 +166,29 @@ class DqStore:
         if turn == 0:
             for w in cutlass.range_constexpr(cx.cfg.dq_buffers):
                 self.drained(cx, w)
+
+    def of_tile(self, cx: BwdCtx, turn):
+        """This warp's part of a tile."""
+        if cx.cfg.own_store:
+            self.chunks(cx, turn)
+        else:
+            self.tile(cx, turn)
+
+    @cute.jit
+    def chunks(self, cx: BwdCtx, wg):
+        """A warpgroup's half of all query blocks, in any order."""
+        c, blocks = cx.cfg, cx.q_blocks()
+        full = cx.barrier_id("dq_full_00") + wg
+        if const_expr(not c.persistent):
+            self.begin(cx, wg)
+        for m_block in cutlass.range(blocks.lo, blocks.hi, unroll=1):
+            to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
+            cute.arch.barrier(barrier_id=full, number_of_threads=STORE_THREADS)
+            if cute.arch.lane_idx() == 0:
+                self.write(cx, to + wg * c.dq_chunks.chunk_floats, wg, Int32(1))
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            self.drained(cx, wg)
 
     @cute.jit
     def tile(self, cx: BwdCtx, turn):
@@ -188,7 +208,7 @@ class DqStore:
             if elected:
                 cx.writer.order.begin(cx, m_block, rank)  # while the consumers still compute
             for chunk in cutlass.range_constexpr(chunks.num):  # each warpgroup writes one
-                ready = full + c.store_warps * chunk
+                ready = full + c.full_barriers * chunk
                 cute.arch.barrier(barrier_id=ready, number_of_threads=STORE_THREADS)
                 if elected:
                     self.write(cx, to + chunk * chunks.chunk_floats, chunk, rank)
@@ -204,7 +224,7 @@ class DqStore:
                 cx.writer.order.end(cx, m_block, rank)
 
     @cute.jit
-    def write(self, cx: BwdCtx, to: cute.Pointer, chunk: cutlass.Constexpr[int], rank):
+    def write(self, cx: BwdCtx, to: cute.Pointer, chunk, rank):
         """A chunk to its place, on its own or on top of what is there."""
         source = cx.smem.sdQ[None, chunk % cx.cfg.dq_buffers].iterator
         num_bytes = cx.cfg.dq_chunks.chunk_floats * 4

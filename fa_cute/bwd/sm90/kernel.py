@@ -45,6 +45,8 @@ from fa_cute.ops.score import LOG2_E
 class BwdSm90(Backward):
     """The whole backward of one call."""
 
+    early = True
+
     @property
     def main(self):
         return Main(self.cfg, self.spec)
@@ -71,6 +73,7 @@ class Main:
             cluster=(self.cfg.ctas, 1, 1) if self.cfg.pair else None,
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     def globals(self, call, inputs, outputs) -> Globals:
@@ -172,6 +175,12 @@ class Main:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = build_smem(c, DTYPES[self.spec.dtype])
         pipes = build_pipes(c)
+        cute.arch.griddepcontrol_wait()  # for the preprocess, and all that came before it
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.spec.varlen):
+            # Three loads, each of which says where the next one goes, beside the set-up.
+            tile = sched.here(order, c.ctas).tile()
+            lengths = g.seqlens.at(tile)
         cute.arch.mbarrier_init_fence()
         rank = 0
         if const_expr(c.pair):
@@ -180,7 +189,11 @@ class Main:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        tile = None if c.persistent else sched.here(order, c.ctas).tile()
+        if const_expr(c.persistent):
+            tile, lengths = None, None
+        elif const_expr(not self.spec.varlen):
+            tile = sched.here(order, c.ctas).tile()
+            lengths = g.seqlens.at(tile)
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
@@ -191,7 +204,7 @@ class Main:
             writer=self.writer,
             order=order,
             tile=tile,
-            lengths=None if c.persistent else g.seqlens.at(tile),
+            lengths=lengths,
             scale=scale,
             scale_log2=scale_log2,
             rank=rank,

@@ -44,8 +44,9 @@ class BwdSm90Config:
         whose dK and dV of 128 keys do not fit in the registers).
     dq_split: whether a warpgroup computes half of the "rows" or of the "cols" of a dQ tile.
     dq_direct: dQ goes from the registers to the accumulator, not through shared memory; no order.
-    store_warps: warps that add dQ, in turn. A turn takes longer than a step (wait for it, add, wait
-        until all is added, pass it on), so where an order is kept the next one must overlap.
+    store_warps: warps that add dQ. In turn where an order is kept: a turn takes longer than a step
+        (wait for it, add, wait until all is added, pass it on), so the next one must overlap. Else
+        one for each consumer warpgroup, so that neither's buffer is emptied with the other's.
     store_first: the first in the order stores instead of adding, and nobody zeroes the accumulator.
     late_do: dO is waited for when S has been issued ("lagged").
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
@@ -190,6 +191,16 @@ class BwdSm90Config:
         return 1 if self.by_role else CONSUMERS
 
     @property
+    def own_store(self) -> bool:
+        """Whether each consumer warpgroup has a store warp of its own."""
+        return self.store_warps == CONSUMERS == self.dq_buffers and self.scheduler == "single"
+
+    @property
+    def full_barriers(self) -> int:
+        """Barriers of a warpgroup that tell of its dQ: of the store warps in turn."""
+        return 1 if self.own_store else self.store_warps
+
+    @property
     def dk_over_ds(self) -> bool:
         """Whether dK goes out through the memory of dS, so that the next tile's K, the first thing
         that it needs, comes in meanwhile. V is let go of when dK and dV have been read, and nobody
@@ -243,8 +254,8 @@ class BwdSm90Config:
         # In a persistent kernel values, too, lets go of V, over which it puts dV.
         v_users = ("keys",) if self.by_role and not self.persistent else all_
         store = () if self.dq_direct else ("dq_store",)
-        # dq_full_<w><m % store_warps>: warpgroup w's dQ of step m; consecutive ids
-        names = [f"full_{w}{s}" for w in range(CONSUMERS) for s in range(self.store_warps)]
+        # dq_full_<w><m % full_barriers>: warpgroup w's dQ of step m; consecutive ids
+        names = [f"full_{w}{s}" for w in range(CONSUMERS) for s in range(self.full_barriers)]
         names += [f"empty_{w}" for w in range(CONSUMERS)]
         buffers = tuple(
             Barrier(f"dq_{name}", (*all_, "dq_store"), WARPGROUP_THREADS + 32) for name in names
@@ -296,14 +307,27 @@ TILES = (
     {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "split": "roles", "do_stages": 1},
 )
 # What an order to keep takes besides, and what is faster without one: dQ straight from the
-# registers, or a step late.
+# registers, or a step late, or through the memory of a store warp each.
 ORDERED = {"store_warps": 2, "store_first": True}
 UNORDERED = {
     64: {"dq_direct": True, "few_fences": False, "late_stats": True},
-    96: {"schedule": "lagged", "ds_stages": 3, "late_do": True},
+    96: {"schedule": "lagged", "ds_stages": 3, "late_do": True, "store_warps": 2},
+    128: {"store_warps": 2},
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
+# The same for dense batches without windows. 64: nobody zeroes dQ. 128: a persistent kernel, with a
+# slot more for Q, since its load warp knows less beforehand; in order only without a limit. 192 and
+# more: pairs of CTAs, half of the additions to dQ.
+STAY = {"persistent": True, "q_stages": 3}
+PLAIN_UNORDERED = {
+    64: ORDERED,
+    96: UNORDERED[96],
+    128: {**UNORDERED[128], **STAY},
+    192: {**UNORDERED[192], "pair": True},
+    256: {**UNORDERED[256], "pair": True, "do_stages": 1},
+}
+FULL_ORDERED = {128: STAY}
 
 # What a mask with a limit on the left takes besides, whose limits are in registers.
 TWO_LIMITS = {64: {"few_fences": False, "late_stats": True}, 128: {"late_stats": True}}
@@ -313,29 +337,35 @@ TWO_LIMITS_ORDERED = {128: {"schedule": "lockstep", "ds_stages": 2}}
 def faster_in_order(spec: BwdSpec) -> bool:
     """Whether the deterministic kernel is the faster one: nobody zeroes its accumulator.
 
-    Measured (NOTES): causal at head_dim 64, windows at 128. Not where kv heads are shared, which
-    would have to take turns at dK and dV.
+    Measured (NOTES): windows at head_dim 128. Not where kv heads are shared, which would have to
+    take turns at dK and dV.
     """
     if spec.shares_kv or spec.varlen or spec.head_dim != spec.head_dim_v:
         return False
-    if any(spec.window):
-        return spec.head_dim == 128
-    return spec.causal and spec.head_dim == 64
+    return any(spec.window) and spec.head_dim == 128
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
+    plain = not (spec.varlen or any(spec.window) or spec.custom)
     for row in TILES:
-        if spec.head_dim > row["head_dim"] or spec.head_dim_v > row["head_dim_v"]:
+        d = row["head_dim"]
+        if spec.head_dim > d or spec.head_dim_v > row["head_dim_v"]:
             continue
         if spec.band(0, 0).hides_keys:
-            row = {**row, **TWO_LIMITS.get(row["head_dim"], {})}
+            row = {**row, **TWO_LIMITS.get(d, {})}
             if spec.deterministic:
-                row = {**row, **TWO_LIMITS_ORDERED.get(row["head_dim"], {})}
+                row = {**row, **TWO_LIMITS_ORDERED.get(d, {})}
         if spec.deterministic:
+            row = {**row, **ORDERED}
+            if plain and not spec.causal:
+                row = {**row, **FULL_ORDERED.get(d, {})}
+        else:
+            row = {**row, **(PLAIN_UNORDERED if plain else UNORDERED).get(d, {})}
+        order = "single"
+        if row.get("store_first"):
             order = "spt" if descends(spec.band(0, 0)) else "ascending"
-            return BwdSm90Config(**row, **ORDERED, scheduler=order)
-        return BwdSm90Config(**{**row, **UNORDERED.get(row["head_dim"], {})})
+        return BwdSm90Config(**row, scheduler=order)
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "
         f"on sm90; implemented: up to {[(r['head_dim'], r['head_dim_v']) for r in TILES]}"
