@@ -75,7 +75,10 @@ KERNELS = (
     Kernel("sm90-256-backward", lambda: backward("sm_90a", (256, 256), False, False)),
     Kernel("sm90-256-backward-pair", lambda: backward("sm_90a", (256, 256), False, False, **PAIR)),
     Kernel("sm90-128-persistent", lambda: backward("sm_90a", (128, 128), True, True, **STAY)),
-    Kernel("sm90-256-persistent", lambda: backward("sm_90a", (256, 256), True, False, pair=False, **STAY)),
+    Kernel(
+        "sm90-256-persistent",
+        lambda: backward("sm_90a", (256, 256), True, False, pair=False, **STAY),
+    ),
     Kernel("sm100-64-backward", lambda: backward("sm_100a", (64, 64), False, False)),
     Kernel("sm100-128-backward-spt", lambda: backward("sm_100a", (128, 128), True, True)),
     Kernel("sm100-192-backward", lambda: backward("sm_100a", (192, 128), False, False)),

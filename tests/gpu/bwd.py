@@ -208,6 +208,10 @@ def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
     """TFLOP/s of several backwards on one problem; their results must agree. Several processes
     compile side by side and have the GPU in turn.
     """
+    if peers:  # compile it
+        shapes = [(1, 256, 2, d) for d in (spec.head_dim, spec.head_dim, *[spec.head_dim_v] * 2)]
+        small = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+        peer(*small, spec.causal, det)[2]()
     with open(LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _race(spec, seqlen, runs, det, peers)
@@ -267,29 +271,22 @@ def speed(dims):
     return rows
 
 
-# what is tried beside the table's row
-FEW, MANY = {"few_fences": True}, {"few_fences": False}
-FIRST = {"dq_direct": False, "store_warps": 2, "store_first": True}  # with the mask's order
-PAIR = {"pair": True}
-MULTICAST = PAIR | {"multicast": True}
-STAY = {"persistent": True}
+# what was tried beside the table's row
+MANY = {"few_fences": False}
+DIRECT = {"dq_direct": True, "store_first": False, "scheduler": "single", "late_stats": True} | MANY
+OWN = {"store_first": False, "scheduler": "single"}  # a store warp each, and dQ begins as zeros
+STAY = {"persistent": True, "q_stages": 3}
+ONE_TILE = {"persistent": False, "q_stages": 2}
+ALONE = {"pair": False}
 VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
-    ("64", False): (STAY, FIRST, FIRST | FEW | {"late_stats": False}),
-    ("64", True): (STAY, MANY),
-    ("96", False): (FIRST,),
-    ("128", False): (STAY, FIRST, FIRST | FEW),
-    ("128", True): (
-        STAY,
-        FEW,
-    ),
-    ("192", False): (PAIR, MULTICAST),
-    ("256", False): (
-        STAY,
-        FIRST | {"do_stages": 1},
-        PAIR | {"do_stages": 1},
-        MULTICAST | {"do_stages": 1},
-    ),
-    ("256", True): (STAY,),
+    ("64", False): (DIRECT, OWN),
+    ("64", True): (MANY,),
+    ("96", False): ({"store_warps": 1}, STAY),
+    ("128", False): (ONE_TILE, ONE_TILE | {"store_warps": 1}),
+    ("128", True): (ONE_TILE, STAY),
+    ("192", False): (ALONE, {"multicast": True}),
+    ("256", False): (ALONE, ALONE | {"do_stages": 2}, {"multicast": True}),
+    ("256", True): ({"persistent": True},),
 }
 
 
@@ -304,8 +301,6 @@ def variants(dims):
         runs = {"ours": Backward(spec)}
         for change in VARIANTS.get((d, det), ()):
             name = ",".join(f"{k}={v}" for k, v in change.items())
-            if change.get("store_first"):
-                change = {**change, "scheduler": "spt" if causal else "ascending"}
             runs[name] = Backward(spec, dataclasses.replace(base, **change))
         rows += [race(spec, seqlen, runs, det, True) for seqlen in LENGTHS]
     return rows
