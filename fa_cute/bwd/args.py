@@ -84,7 +84,6 @@ class Workspace:
     dv: Any  # (batch, heads_kv, num_n, tile_n * head_dim_v)
     dq_count: Any  # (batch, heads, num_m, ctas) int32; empty unless in order
     dkv_count: Any  # (batch, heads_kv, num_n) int32; empty unless deterministic and shared
-    tile_count: Any  # int32: tiles that are taken; empty unless a fixed set of CTAs takes them
     size: Any  # floats in all
 
 
@@ -134,9 +133,8 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     counted = spec.deterministic or stores_first(cfg)
     dkv_count = dq_count + (_aligned(counts_q) if counted else 0)
     counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
-    tile_count = dkv_count + _aligned(counts_kv)
-    size = tile_count + (ALIGN_FLOATS if getattr(cfg, "persistent", False) else 0)
-    return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, tile_count, size)
+    size = dkv_count + _aligned(counts_kv)
+    return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, size)
 
 
 def workspace_floats(cfg: Any, spec: BwdSpec, n: Sizes) -> int:

@@ -40,6 +40,9 @@ class Call:
     scale: Float32
     window: tuple  # (left, right): Int32, or None
     num_sms: Int32
+    # How many tiles are taken, where a fixed set of CTAs takes them, else None: int32, zeroed by
+    # the preprocess, in the first bytes of dq, which the postprocess writes over.
+    tile_count: Any = None
 
     @property
     def band(self) -> Band:
@@ -126,8 +129,11 @@ def call_of(cfg, spec: BwdSpec, tensors, grads, lengths, mWork, numbers, stream)
     wide = Sizes(
         *(Int64(x) for x in (shape.batch, heads, heads_kv, shape.seqlen_q, shape.seqlen_k))
     )
-    at = workspace(cfg, spec, wide)
-    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window, num_sms)
+    at, count = workspace(cfg, spec, wide), None
+    if getattr(cfg, "persistent", False):
+        address = grads[0].iterator.toint()
+        count = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
+    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window, num_sms, count)
 
 
 @dataclass(frozen=True)

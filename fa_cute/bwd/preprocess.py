@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from fa_cute.bwd.args import BwdSpec, stores_first
 from fa_cute.bwd.blocks import Cut
@@ -71,12 +71,13 @@ class BwdPreprocess:
         results = (call.per_row("lse"), call.per_row("delta"))
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)
-        self.kernel(blocks, rows, results, call.section(first), vectors, unseen).launch(
+        zeros = call.section(first), vectors, call.tile_count
+        self.kernel(blocks, rows, results, zeros, unseen).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, blocks, rows, results, zeros: cute.Pointer, vectors: Int64, unseen):
+    def kernel(self, blocks, rows, results, zeros: tuple, unseen):
         # The main kernel, where it may, sets itself up meanwhile.
         cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
@@ -88,6 +89,9 @@ class BwdPreprocess:
             self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
             if const_expr(unseen is not None):
                 self.zero_unseen(unseen, block, head)
+        zeros, vectors, count = zeros
+        if const_expr(count is not None):
+            self.zero_count(count)
         # every CTA zeroes its share, whole waves side by side
         grid = cute.arch.grid_dim()
         ctas = Int64(grid[0]) * grid[1]
@@ -96,6 +100,13 @@ class BwdPreprocess:
         while at < vectors:
             put_zeros(zeros + at * 4)
             at += ctas * THREADS
+
+    @cute.jit
+    def zero_count(self, count: cute.Pointer):
+        """The first thread of all: no tile is taken yet."""
+        index, head, _ = cute.arch.block_idx()
+        if index + head + cute.arch.thread_idx()[0] == 0:
+            cute.make_tensor(count, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def zero_unseen(self, unseen: Unseen, block, head):

@@ -127,7 +127,7 @@ class Main:
             dq=call.section("dq"),
             dq_count=call.section("dq_count", Int32),
             dkv_count=call.section("dkv_count", Int32),
-            tile_count=call.section("tile_count", Int32) if c.persistent else None,
+            tile_count=call.tile_count,
             records=call.lists.records if spec.varlen else None,
             window_left=call.window[0],
             window_right=call.window[1],
