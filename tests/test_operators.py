@@ -344,6 +344,37 @@ def test_a_warm_call_looks_nothing_up(monkeypatch):
     assert tune.backward(spec, arch.get("sm_90a")) is tune.backward(spec, arch.get("sm_90a"))
 
 
+def test_a_warm_operator_asks_no_dispatcher(monkeypatch):
+    """Called as others of torch's are, it has the same bits and the same place in autograd; anybody
+    who watches, and any option that is not plain, finds the dispatcher.
+    """
+    monkeypatch.setattr(dispatch, "_REPEATED", "is_cpu")  # as for CUDA tensors
+    q, k, v = leaves()
+    first = OPS.fwd(q, k, v, None, True)
+    monkeypatch.setattr(operators, "_fwd", None)  # what the dispatcher calls below autograd
+    dispatched = []
+    through = torch._ops.OpOverloadPacket.__call__
+    monkeypatch.setattr(
+        torch._ops.OpOverloadPacket,
+        "__call__",
+        lambda self, *args, **named: dispatched.append(args) or through(self, *args, **named),
+    )
+    for _ in range(3):
+        again = OPS.fwd(q, k, v, None, True)
+        assert same_bits(first, again) and again[0].grad_fn is not None and not dispatched
+    assert same_bits(first, OPS.fwd(q, k, v, causal=True)) and not dispatched
+    assert same_bits(first, OPS.fwd(q, k, v, None, causal=True, window_left=-1)) and not dispatched
+    OPS.fwd(q, k, v, 1, True)  # a scale that the schema makes a float
+    assert len(dispatched) == 1
+    with torch.utils._python_dispatch.TorchDispatchMode(), pytest.raises(TypeError):
+        OPS.fwd(q, k, v, None, True)
+    assert len(dispatched) == 2
+    for wrong in ((), {"dropout": 0.1}), ((None, True), {"causal": True}):
+        with pytest.raises((RuntimeError, TypeError)):
+            OPS.fwd(q, k, v, *wrong[0], **wrong[1])
+    assert isinstance(OPS.fwd, torch._ops.OpOverloadPacket)
+
+
 @pytest.fixture
 def given(monkeypatch):
     """The tensors of each launch; kernels do nothing, and calls are remembered as on a GPU."""
