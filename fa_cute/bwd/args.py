@@ -130,8 +130,7 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
     # CTAs of a pair add to different rows of a dQ tile, each in its own order.
     counts_q = n.heads * num_m * getattr(cfg, "ctas", 1)
-    counted = spec.deterministic or stores_first(cfg)
-    dkv_count = dq_count + (_aligned(counts_q) if counted else 0)
+    dkv_count = dq_count + (_aligned(counts_q) if spec.deterministic else 0)
     counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     size = dkv_count + _aligned(counts_kv)
     return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, size)

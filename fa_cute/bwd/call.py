@@ -15,13 +15,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from fa_cute import sched
-from fa_cute.bwd.args import BwdSpec, Sizes, Workspace, workspace
+from fa_cute.bwd.args import BwdSpec, Sizes, Workspace, stores_first, workspace
 from fa_cute.bwd.blocks import Counted, Cut, Listed
 from fa_cute.bwd.postprocess import BwdPostprocess
 from fa_cute.bwd.preprocess import BwdPreprocess
 from fa_cute.ops import ragged, seqlen
 from fa_cute.ops.arith import ceil_div
 from fa_cute.ops.mask import Band
+from fa_cute.ops.semaphore import int32_at
 from fa_cute.sched.varlen_prepare import Prepare, order_of
 from fa_cute.sched.varlen_sides import Side
 
@@ -40,13 +41,28 @@ class Call:
     scale: Float32
     window: tuple  # (left, right): Int32, or None
     num_sms: Int32
-    # How many tiles are taken, where a fixed set of CTAs takes them, else None: int32, zeroed by
-    # the preprocess, in the first bytes of dq, which the postprocess writes over.
-    tile_count: Any = None
+    dq: cute.Tensor  # the gradient: until the postprocess writes it, room for counters
 
     @property
     def band(self) -> Band:
         return self.spec.band(*self.window)
+
+    @property
+    def tile_count(self) -> Any:
+        """int32: how many tiles are taken, where a fixed set of CTAs takes them; else None. Rows of
+        dq that belong to no sequence are not written again, but a list's header has room.
+        """
+        if not getattr(self.cfg, "persistent", False):
+            return None
+        # Beside the mark of the first dQ tile (`first_of`).
+        return int32_at((self.lists.header if self.spec.varlen else self.dq).iterator + 4)
+
+    @property
+    def firsts(self) -> Any:
+        """Where `first_of` finds whether a dQ tile was begun, if nothing else counts who adds to
+        it; else None.
+        """
+        return self.dq if stores_first(self.cfg) and not self.spec.deterministic else None
 
     def section(self, name: str, dtype=Float32) -> cute.Pointer:
         """Start of a section of the workspace, by its field in `Workspace`."""
@@ -129,11 +145,8 @@ def call_of(cfg, spec: BwdSpec, tensors, grads, lengths, mWork, numbers, stream)
     wide = Sizes(
         *(Int64(x) for x in (shape.batch, heads, heads_kv, shape.seqlen_q, shape.seqlen_k))
     )
-    at, count = workspace(cfg, spec, wide), None
-    if getattr(cfg, "persistent", False):
-        address = grads[0].iterator.toint()
-        count = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
-    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window, num_sms, count)
+    at = workspace(cfg, spec, wide)
+    return Call(cfg, spec, shape, seqlens, made, at, mWork, scale, window, num_sms, grads[0])
 
 
 @dataclass(frozen=True)

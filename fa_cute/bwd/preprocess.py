@@ -19,6 +19,7 @@ from fa_cute.bwd.blocks import Cut
 from fa_cute.ops.arith import ceil_div, lo
 from fa_cute.ops.mask import kv_blocks
 from fa_cute.ops.score import LOG2_E
+from fa_cute.ops.semaphore import first_of
 
 LANES = 8  # threads of one row
 THREADS = 256
@@ -71,7 +72,7 @@ class BwdPreprocess:
         results = (call.per_row("lse"), call.per_row("delta"))
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)
-        zeros = call.section(first), vectors, call.tile_count
+        zeros = call.section(first), vectors, call.tile_count, call.firsts
         self.kernel(blocks, rows, results, zeros, unseen).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
@@ -89,7 +90,9 @@ class BwdPreprocess:
             self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
             if const_expr(unseen is not None):
                 self.zero_unseen(unseen, block, head)
-        zeros, vectors, count = zeros
+            if const_expr(zeros[3] is not None):
+                self.zero_first(zeros[3], block, head)
+        zeros, vectors, count, _ = zeros
         if const_expr(count is not None):
             self.zero_count(count)
         # every CTA zeroes its share, whole waves side by side
@@ -107,6 +110,13 @@ class BwdPreprocess:
         index, head, _ = cute.arch.block_idx()
         if index + head + cute.arch.thread_idx()[0] == 0:
             cute.make_tensor(count, cute.make_layout(1))[0] = Int32(0)
+
+    @cute.jit
+    def zero_first(self, dq: cute.Tensor, block, head):
+        """Nobody has begun the dQ tile whose first rows are this block's."""
+        if block.number % self.cut.per_tile + cute.arch.thread_idx()[0] == 0:
+            first = first_of(dq, block.lengths, head, block.number * ROWS)
+            cute.make_tensor(first, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def zero_unseen(self, unseen: Unseen, block, head):
@@ -141,9 +151,11 @@ class BwdPreprocess:
         for i in cutlass.range_constexpr(ROWS * LANES // THREADS):
             # All loads before a sum waits for one; past the end those of the last row.
             row = first + i * (THREADS // LANES)
-            loaded.append((row, self.vectors(inputs, lo(row, seqlen_q - 1), lane)))
+            at = lo(row, seqlen_q - 1)
+            lse = [None if x is None else Float32(x[at]) for x in inputs[2:]]
+            loaded.append((row, lse, self.vectors(inputs, at, lane)))
         for i in cutlass.range_constexpr(len(loaded)):
-            self.row(inputs, outputs, seqlen_q, lane, loaded[i])
+            self.row(outputs, seqlen_q, lane, loaded[i])
 
     @cute.jit
     def vectors(self, inputs, row, lane):
@@ -166,11 +178,10 @@ class BwdPreprocess:
         return found
 
     @cute.jit
-    def row(self, inputs, outputs, seqlen_q, lane, loaded):
-        """One row from its vectors."""
-        _, _, gLSE, gdLSE = inputs
+    def row(self, outputs, seqlen_q, lane, loaded):
+        """One row from what was loaded."""
         gLse2, gDelta = outputs
-        row, pairs = loaded
+        row, (lse, dlse), pairs = loaded
         total = Float32(0.0)
         for v in cutlass.range_constexpr(len(pairs)):
             rO, rdO = pairs[v]
@@ -180,11 +191,9 @@ class BwdPreprocess:
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         if lane == 0:
             lse2, delta = Float32(math.inf), Float32(0.0)
-            if row < seqlen_q:
-                lse = Float32(gLSE[row])
-                if lse != -math.inf:
-                    lse2, delta = lse * LOG2_E, total
-                    if const_expr(gdLSE is not None):
-                        delta = total - Float32(gdLSE[row])
+            if row < seqlen_q and lse != -math.inf:
+                lse2, delta = lse * LOG2_E, total
+                if const_expr(dlse is not None):
+                    delta = total - dlse
             gLse2[row] = lse2
             gDelta[row] = delta

@@ -32,3 +32,15 @@ def wait_first(counter: cute.Pointer):
 def pass_turn(counter: cute.Pointer):
     """Let the next rank in; one thread, after everything that it publishes has completed."""
     cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+def int32_at(pointer: cute.Pointer) -> cute.Pointer:
+    """The int32 at a pointer into global memory."""
+    return cute.make_ptr(Int32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=4)
+
+
+def first_of(dq: cute.Tensor, lengths, head, row) -> cute.Pointer:
+    """A mark for the dQ tile that begins with a row: 1 once somebody has stored to it. It lies
+    where that row of the gradient comes at last, in its first 4 bytes, so it takes no memory.
+    """
+    return int32_at(cute.domain_offset((row, 0), lengths.plain(dq, "q", head)).iterator)

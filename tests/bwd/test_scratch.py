@@ -1,5 +1,5 @@
 """What a backward takes beside its gradients: one fp32 dQ, two fp32 rows, with shared kv heads fp32
-dK and dV, and a counter for each dQ tile where who adds to it is told by one."""
+dK and dV, in order a counter for each dQ tile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from fa_cute import arch, tune
-from fa_cute.bwd.args import BwdSpec, Sizes, stores_first, workspace_floats
+from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 
 DIMS = {"sm_90a": (64, 96, 128, 192, 256), "sm_100a": (64, 96, 128)}
 CASES = [(name, d) for name, dims in DIMS.items() for d in dims]
@@ -27,7 +27,7 @@ def test_scratch_is_what_the_sums_need(name: str, head_dim: int) -> None:
         if spec.shares_kv:
             floats += rows // ratio * (cfg.head_dim + cfg.head_dim_v)
         counters = 0
-        if ordered or stores_first(cfg):
+        if ordered:
             counters = rows // cfg.tile_m * getattr(cfg, "ctas", 1)
         if ordered and spec.shares_kv:
             counters += rows // ratio // cfg.tile_n

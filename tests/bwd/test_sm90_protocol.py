@@ -46,6 +46,7 @@ VARIANTS = (
     *({**row, **ORDERED, "scheduler": "ascending"} for row in TILES),
     *({**row, **UNORDERED[row["head_dim"]]} for row in TILES if row["head_dim"] in UNORDERED),
     {**KEYS_ROW, "late_do": True, "few_fences": True},
+    {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "store_warps": 3},
     {**KEYS_ROW, "dq_direct": True, "q_stages": 3, "do_stages": 3},
     {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "schedule": "lockstep", "ds_stages": 2},
     {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},

@@ -10,6 +10,7 @@ import torch
 
 from fa_cute import compile, launch, reference, tune
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
+from fa_cute.bwd.sm90 import plan
 from fa_cute.sim import host
 
 from .. import tolerance
@@ -172,3 +173,37 @@ def test_deterministic_bits_under_any_schedule(spec, window, monkeypatch):
             limited = batch.run()
         for a, b in zip(first, limited, strict=True):
             assert torch.equal(a, b), resident
+
+
+class Persistent(Batch):
+    """By two CTAs that take tile after tile, those of sequences without queries too."""
+
+    arch = replace(HOPPER, num_sms=2)
+
+
+@pytest.fixture
+def persistent(monkeypatch):
+    def row(spec, *_):
+        return replace(plan.config(spec), persistent=True, q_stages=3)
+
+    monkeypatch.setattr(tune, "backward", row)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_persistent_against_float64(causal, persistent):
+    spec = BwdSpec("bf16", 128, 128, causal)
+    batch = Persistent(spec, window=(None, 0) if causal else (None, None))
+    batch.check(batch.run())
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, persistent, monkeypatch):
+    spec = BwdSpec("bf16", 128, 128, True, ratio, deterministic=True)
+    batch = Persistent(spec, window=(None, 0))
+    grads = batch.run()
+    batch.check(grads)
+    for schedule in ("late", "random:3", "priority:1"):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        assert all(map(torch.equal, grads, batch.run())), schedule
+    monkeypatch.setattr(tune, "backward", lambda spec, *_: plan.config(spec))
+    assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))

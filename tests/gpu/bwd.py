@@ -280,13 +280,13 @@ ONE_TILE = {"persistent": False, "q_stages": 2}
 ALONE = {"pair": False}
 VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
     ("64", False): (DIRECT, OWN),
-    ("64", True): (MANY,),
+    ("64", True): (MANY, {"store_warps": 3}, {"store_warps": 3} | MANY),
     ("96", False): ({"store_warps": 1}, STAY),
     ("128", False): (ONE_TILE, ONE_TILE | {"store_warps": 1}),
-    ("128", True): (ONE_TILE, STAY),
+    ("128", True): (ONE_TILE, STAY, {"store_warps": 3}),
     ("192", False): (ALONE, {"multicast": True}),
     ("256", False): (ALONE, ALONE | {"do_stages": 2}, {"multicast": True}),
-    ("256", True): ({"persistent": True},),
+    ("256", True): ({"persistent": True}, {"store_warps": 3}),
 }
 
 

@@ -108,9 +108,10 @@ class Globals:
     mLse: cute.Tensor  # (rows, heads, batch) fp32, log2 units; varlen (rows, heads)
     mDelta: cute.Tensor
     dq: cute.Pointer  # fp32 accumulator
-    dq_count: cute.Pointer  # int32 turnstiles; not read unless dQ has an order or a first
+    dq_count: cute.Pointer  # int32 turnstiles; not read unless dQ has an order
     dkv_count: cute.Pointer
     tile_count: Any  # int32, tiles that are taken; None unless persistent
+    firsts: Any  # dq as the caller holds it, where `blocks.first_of` finds marks; else None
     records: Any  # varlen: of the sequences; else None
     window_left: Any  # Int32, None where the band has no such limit or knows it while tracing
     window_right: Any

@@ -14,7 +14,7 @@ from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
 from fa_cute.bwd.sm90.tiles import done, handed
 from fa_cute.ops import mask
 from fa_cute.ops.reduce import add_f32x4, bulk_add_f32, bulk_store
-from fa_cute.ops.semaphore import pass_turn, wait_first, wait_turn
+from fa_cute.ops.semaphore import first_of, pass_turn, wait_first, wait_turn
 from fa_cute.sched.spt import lock_value
 
 STORE_THREADS = WARPGROUP_THREADS + 32
@@ -58,7 +58,7 @@ class FirstStores:
     def begin(self, cx: BwdCtx, m_block, rank):
         """All but the first wait for the first."""
         if rank > 0:
-            wait_first(cx.g.dq_count + cx.dq_tile(m_block))
+            wait_first(self.first(cx, m_block))
             cute.arch.fence_proxy("async.global")
 
     @cute.jit
@@ -67,7 +67,11 @@ class FirstStores:
         if rank == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async.global")
-            pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
+            pass_turn(self.first(cx, m_block))
+
+    def first(self, cx: BwdCtx, m_block):
+        """Whether a dQ tile was begun."""
+        return first_of(cx.g.firsts, cx.lengths, cx.tile.head, m_block * cx.cfg.tile_m)
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ class DqStore:
         chunks, shared, blocks = c.dq_chunks, c.dq_buffers == 1, cx.q_blocks()
         first = blocks.lo
         if const_expr(c.store_warps > 1):
-            first += (turn + blocks.lo) % c.store_warps
+            first += (turn + (c.store_warps - 1) * blocks.lo) % c.store_warps
         full = cx.barrier_id("dq_full_00") + turn
         elected = cute.arch.lane_idx() == 0
         if const_expr(not c.persistent):

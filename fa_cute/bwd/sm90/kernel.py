@@ -66,7 +66,7 @@ class Main:
         g = self.globals(call, inputs, outputs)
         grid = order.grid(cluster=self.cfg.ctas)
         if const_expr(self.cfg.persistent):
-            grid = sched.grid_of(sched.capped(order.space.size, call.num_sms, 1), 1)
+            grid = sched.grid_of(sched.capped(grid[0], call.num_sms, 1), 1)
         self.kernel(g, order, call.scale, call.scale * LOG2_E).launch(
             grid=grid,
             block=(self.cfg.warps.threads, 1, 1),
@@ -128,6 +128,7 @@ class Main:
             dq_count=call.section("dq_count", Int32),
             dkv_count=call.section("dkv_count", Int32),
             tile_count=call.tile_count,
+            firsts=call.firsts,
             records=call.lists.records if spec.varlen else None,
             window_left=call.window[0],
             window_right=call.window[1],
@@ -177,7 +178,7 @@ class Main:
         pipes = build_pipes(c)
         cute.arch.griddepcontrol_wait()  # for the preprocess, and all that came before it
         cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.spec.varlen):
+        if const_expr(self.spec.varlen and not c.persistent):
             # Three loads, each of which says where the next one goes, beside the set-up.
             tile = sched.here(order, c.ctas).tile()
             lengths = g.seqlens.at(tile)

@@ -52,7 +52,27 @@ class Lagged:
     @cute.jit
     def tile(self, cx: BwdCtx, own, ends):
         """One tile; returns the ends."""
-        thread, lane, parts, (dK, dV) = own
+        thread, lane, _, (dK, dV) = own
+        k, v, q, do = ends
+        if const_expr(cx.cfg.persistent and cx.spec.varlen):
+            if cx.q_blocks().count > 0:
+                self.walk(cx, own, ends)
+            else:  # keys of a sequence without queries
+                k.wait()
+                v.wait()
+                dK.fill(0.0)
+                dV.fill(0.0)
+                let_go(cx, self.epilogue, (k, v), True)
+        else:
+            q, do = self.walk(cx, own, ends)
+        results = ((DV, dV), (DK, dK))
+        finish(cx, self.epilogue, results, (lane, thread), (k, v))
+        return k, v, q, do
+
+    @cute.jit
+    def walk(self, cx: BwdCtx, own, ends):
+        """All query blocks of a tile; returns the ends of Q and dO."""
+        _, lane, parts, (dK, dV) = own
         k, v, q, do = ends
         blocks = cx.q_blocks()
         k.wait()
@@ -77,9 +97,7 @@ class Lagged:
         warpgroup.wait_group(0)
         let_go(cx, self.epilogue, (k, v), True)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
-        results = ((DV, dV), (DK, dK))
-        finish(cx, self.epilogue, results, (lane, thread), (k, v))
-        return k, v, q, do
+        return q, do
 
     def scores(self, cx: BwdCtx, parts: Parts, q_full) -> cute.Tensor:
         """S = K Q^T issued; its registers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
@@ -128,7 +128,11 @@ class LoadEveryTile:
         """All of a tile; returns the query blocks loaded so far."""
         g, sides, blocks = cx.g, Sides.of(cx), cx.q_blocks()
         first = steps - blocks.lo
-        self.block(cx, sides, first, blocks.lo)
+        if const_expr(cx.spec.varlen):
+            if blocks.count > 0:
+                self.block(cx, sides, first, blocks.lo)
+        else:
+            self.block(cx, sides, first, blocks.lo)
         k, v = Slot.of(cx.pipes.load_k, count), Slot.of(cx.pipes.load_v, count)
         k.until_free()
         cute.copy(g.load_k, sides.k[1], sides.k[0], tma_bar_ptr=k.barrier)

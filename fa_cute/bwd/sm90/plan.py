@@ -55,7 +55,7 @@ class BwdSm90Config:
     pair: two CTAs with neighbouring keys exchange dS, and each adds half of the columns of dQ for
         the keys of both ("roles").
     multicast: each CTA of a pair loads half of the rows of Q and dO, for both.
-    persistent: one CTA per SM takes tile after tile (`tiles`); dense calls without windows.
+    persistent: one CTA per SM takes tile after tile (`tiles`); not with windows.
     """
 
     head_dim: int
@@ -94,8 +94,8 @@ class BwdSm90Config:
                 "store_first needs dQ through shared memory, and that who stores is launched "
                 "first: scheduler 'spt' for masks with a limit on the right, else 'ascending'"
             )
-        if self.store_warps not in (1, 2):
-            raise PlanError(f"store_warps is {self.store_warps}; 1 or 2")
+        if self.store_warps not in (1, 2, 3):
+            raise PlanError(f"store_warps is {self.store_warps}; 1 to 3, beside the load warp")
         if self.pair and not (self.by_role and self.dq_split == "cols" and self.ds_stages == 2):
             raise PlanError(
                 f"pair with split {self.split!r}, dq_split {self.dq_split!r}, ds_stages "
@@ -124,11 +124,16 @@ class BwdSm90Config:
 
     def work(self, spec: BwdSpec) -> Work:
         """How a call is cut into tiles."""
-        if self.persistent and (spec.varlen or any(spec.window) or spec.custom):
+        if self.persistent and (any(spec.window) or spec.custom):
             raise PlanError(
-                f"persistent with varlen={spec.varlen}, window={spec.window}, a mask of its own: "
-                f"{spec.custom is not None}; only dense calls, full or causal, where every tile "
-                "has queries"
+                f"persistent with window={spec.window}, a mask of its own: "
+                f"{spec.custom is not None}; only full or causal, where every tile has queries if "
+                "its sequence has"
+            )
+        if self.persistent and spec.varlen and (self.by_role or self.schedule != "lagged"):
+            raise PlanError(
+                f"persistent with varlen, split {self.split!r}, schedule {self.schedule!r}; only "
+                "'keys', 'lagged': the others do not expect a tile without queries"
             )
         return work(self, spec, self.cluster_n)
 
@@ -166,8 +171,8 @@ class BwdSm90Config:
             consumers = (Role("consumer", first, 12, mine),)
         last = 1 if self.dq_direct else 1 + self.store_warps
         store = () if self.dq_direct else (Role("dq_store", 1, last, other),)
-        idle = Role("idle", last, first, other)
-        return WarpPlan((Role("load", 0, 1, other), *store, idle, *consumers), launch_regs=168)
+        idle = () if last == first else (Role("idle", last, first, other),)
+        return WarpPlan((Role("load", 0, 1, other), *store, *idle, *consumers), launch_regs=168)
 
     @property
     def dq_chunks(self) -> Chunks:
