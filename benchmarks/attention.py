@@ -154,9 +154,8 @@ def race(calls: dict, rounds: int) -> dict:
         burst(call, 2)
         counts[name] = max(2, round(BURST_MS / burst(call, 3)[0]))
     table = {name: {"rounds_ms": [], "mhz": [], "watt": []} for name in calls}
-    names = list(calls)
     for r in range(rounds):
-        for name in names[r % len(names) :] + names[: r % len(names)]:
+        for name in gpu.in_turn(calls, r):
             ms, state = burst(calls[name], counts[name])
             table[name]["rounds_ms"].append(round(ms, 5))
             table[name]["mhz"].append(state["mhz"])

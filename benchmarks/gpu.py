@@ -122,6 +122,12 @@ def sample() -> dict:
         return {"mhz": None, "watt": None, "celsius": None}
 
 
+def in_turn(names, number: int) -> list:
+    """Contenders in the order of a round: another one begins each."""
+    names, first = list(names), number % len(names)
+    return names[first:] + names[:first]
+
+
 @contextlib.contextmanager
 def gpu(limit_s: float):
     """The GPU for this process alone; the process ends (code 3) if it holds it for longer, as a

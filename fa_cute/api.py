@@ -132,12 +132,9 @@ def _is_usual(q, softmax_scale, causal, window_size, deterministic, backend, ret
     return (
         type(q) in dispatch._PLAIN
         and getattr(q, dispatch._REPEATED)
-        and (softmax_scale is None or type(softmax_scale) is float)
-        and (causal is True or causal is False)
         and type(window_size) is tuple
         and len(window_size) == 2
-        and type(window_size[0]) is type(window_size[1]) is int
-        and (deterministic is None or deterministic is True or deterministic is False)
+        and operators.plain_options((softmax_scale, causal, *window_size, deterministic, backend))
         and (backend == "auto" or backend == "cuda")
         and (return_lse is True or return_lse is False)
     )

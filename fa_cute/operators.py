@@ -43,14 +43,7 @@ _fwd = torch.ops.fa_cute.fwd.default
 _fwd_out = torch.ops.fa_cute.fwd_out.default
 _bwd = torch.ops.fa_cute.bwd.default
 _bwd_out = torch.ops.fa_cute.bwd_out.default
-_FWD_DEFAULTS = {
-    "softmax_scale": None,
-    "causal": False,
-    "window_left": -1,
-    "window_right": -1,
-    "deterministic": None,
-    "backend": "auto",
-}
+_FWD_DEFAULTS = {x.name: x.default_value for x in _fwd._schema.arguments if x.has_default_value()}
 _FWD_VALUES = tuple(_FWD_DEFAULTS.values())
 _BWD_DEFAULTS = (None, False, -1, -1, False, "auto")  # of its options
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -393,7 +386,7 @@ class Packet(torch._ops.OpOverloadPacket):
                 asked = dict(zip(_FWD_DEFAULTS, given))
                 twice = asked.keys() & named.keys()
                 options = () if twice else tuple({**_FWD_DEFAULTS, **asked, **named}.values())
-            if _plain_options(options):
+            if plain_options(options):
                 scale, causal, left, right, deterministic, how = options
                 options = scale, causal, left, right, how
                 call = dispatch.seen(*args[:3], options)
@@ -402,16 +395,17 @@ class Packet(torch._ops.OpOverloadPacket):
         return super().__call__(*args, **named)
 
 
-def _plain_options(options: tuple) -> bool:
+def plain_options(options: tuple) -> bool:
     """Whether these are the operator's, of the types that its schema has."""
     if len(options) != len(_FWD_VALUES):  # too many, or a name that it does not know
         return False
-    scale, causal, left, right, deterministic, _ = options
+    scale, causal, left, right, deterministic, backend = options
     return (
         (scale is None or type(scale) is float)
         and (causal is True or causal is False)
         and type(left) is type(right) is int
         and (deterministic is None or deterministic is True or deterministic is False)
+        and type(backend) is str
     )
 
 

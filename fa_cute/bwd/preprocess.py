@@ -51,6 +51,17 @@ class Unseen:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """What the main kernel finds zeroed; None where there is no such thing."""
+
+    start: cute.Pointer  # of the workspace: from here on
+    vectors: Int64  # of 16 bytes
+    unseen: Any  # Unseen
+    tile_count: Any  # as in `call.Call`
+    firsts: Any
+
+
+@dataclass(frozen=True)
 class BwdPreprocess:
     """``ROWS`` rows of one head a CTA; ``LANES`` threads a row. Feeds the main kernel."""
 
@@ -69,16 +80,16 @@ class BwdPreprocess:
         first = "dk" if stored else "dq"
         vectors = (at.size - getattr(at, first)) // 4
         unseen = Unseen(call.section("dq"), call.band) if stored else None
+        zeros = Zeros(call.section(first), vectors, unseen, call.tile_count, call.firsts)
         results = (call.per_row("lse"), call.per_row("delta"))
         # A grid has room for many batches in its first dimension only.
         grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)
-        zeros = call.section(first), vectors, call.tile_count, call.firsts
-        self.kernel(blocks, rows, results, zeros, unseen).launch(
+        self.kernel(blocks, rows, results, zeros).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, blocks, rows, results, zeros: tuple, unseen):
+    def kernel(self, blocks, rows, results, zeros: Zeros):
         # The main kernel, where it may, sets itself up meanwhile.
         cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
@@ -88,20 +99,19 @@ class BwdPreprocess:
             inputs, outputs = self.of_head(block.lengths, rows, results, head)
             first = block.number * ROWS + tidx // LANES
             self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
-            if const_expr(unseen is not None):
-                self.zero_unseen(unseen, block, head)
-            if const_expr(zeros[3] is not None):
-                self.zero_first(zeros[3], block, head)
-        zeros, vectors, count, _ = zeros
-        if const_expr(count is not None):
-            self.zero_count(count)
+            if const_expr(zeros.unseen is not None):
+                self.zero_unseen(zeros.unseen, block, head)
+            if const_expr(zeros.firsts is not None):
+                self.zero_first(zeros.firsts, block, head)
+        if const_expr(zeros.tile_count is not None):
+            self.zero_count(zeros.tile_count)
         # every CTA zeroes its share, whole waves side by side
         grid = cute.arch.grid_dim()
         ctas = Int64(grid[0]) * grid[1]
         cta = Int64(index) + Int64(grid[0]) * head
         at = cta * THREADS + tidx
-        while at < vectors:
-            put_zeros(zeros + at * 4)
+        while at < zeros.vectors:
+            put_zeros(zeros.start + at * 4)
             at += ctas * THREADS
 
     @cute.jit

@@ -7,7 +7,6 @@ Not collected by pytest: run it on a machine with a Hopper GPU. Writes `$OUT/bwd
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -16,13 +15,14 @@ import time
 
 import torch
 
-from benchmarks.gpu import LOCK
+from benchmarks.gpu import gpu, in_turn
 from fa_cute import arch, compile, launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm90.plan import config
 
 HOPPER = arch.get("sm_90a")
 LENGTHS = (1024, 4096, 16384)  # of races
+LIMIT_S = 120.0  # of one race
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # (seqlen_q, seqlen_k): ends inside a tile, one row, one key, longer on either side
 SHAPES = [(128, 128), (1, 1), (3, 3), (64, 1), (64, 32), (239, 1), (300, 300), (113, 203), (799, 3)]
@@ -162,8 +162,7 @@ def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
     """Milliseconds of each function, interleaved round by round."""
     times = {name: [] for name in fns}
     for r in range(rounds + warm):
-        names = list(fns)
-        for name in names[r % len(names) :] + names[: r % len(names)]:  # nobody is always first
+        for name in in_turn(fns, r):
             fn = fns[name]
             a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             a.record()
@@ -212,8 +211,7 @@ def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
         shapes = [(1, 256, 2, d) for d in (spec.head_dim, spec.head_dim, *[spec.head_dim_v] * 2)]
         small = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
         peer(*small, spec.causal, det)[2]()
-    with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with gpu(LIMIT_S):
         found = _race(spec, seqlen, runs, det, peers)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

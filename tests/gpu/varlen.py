@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu import gpu, versions
+from benchmarks.gpu import gpu, in_turn, versions
 from fa_cute import flash_attn_func, flash_attn_varlen_func
 from tests.varlen_cases import (
     BF16,
@@ -240,9 +240,8 @@ def speed() -> dict:
                 del calls[label]
         with torch.no_grad() if which == "fwd" else torch.enable_grad():
             times = {label: [] for label in calls}
-            labels = list(calls)
-            for r in range(ROUNDS):  # nobody is always first
-                for label in labels[r % len(labels) :] + labels[: r % len(labels)]:
+            for r in range(ROUNDS):
+                for label in in_turn(calls, r):
                     times[label].append(milliseconds(calls[label]))
         found = {label: round(statistics.median(ms), 4) for label, ms in times.items()}
         for label in ("fa_cute dense", "flash-attn-4"):

@@ -180,8 +180,7 @@ class Main:
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.spec.varlen and not c.persistent):
             # Three loads, each of which says where the next one goes, beside the set-up.
-            tile = sched.here(order, c.ctas).tile()
-            lengths = g.seqlens.at(tile)
+            tile, lengths = self.only_tile(g, order)
         cute.arch.mbarrier_init_fence()
         rank = 0
         if const_expr(c.pair):
@@ -193,8 +192,7 @@ class Main:
         if const_expr(c.persistent):
             tile, lengths = None, None
         elif const_expr(not self.spec.varlen):
-            tile = sched.here(order, c.ctas).tile()
-            lengths = g.seqlens.at(tile)
+            tile, lengths = self.only_tile(g, order)
         cx = BwdCtx(
             cfg=c,
             spec=self.spec,
@@ -217,6 +215,11 @@ class Main:
                 self.epilogue.nothing(cx, warp)
         else:
             self.play(cx, warp)
+
+    def only_tile(self, g: Globals, order):
+        """The tile of this CTA or pair, and the lengths of what it belongs to."""
+        tile = sched.here(order, self.cfg.ctas).tile()
+        return tile, g.seqlens.at(tile)
 
     @cute.jit
     def play(self, cx: BwdCtx, warp):

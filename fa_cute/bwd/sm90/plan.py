@@ -326,8 +326,8 @@ UNORDERED = {
 # more: pairs of CTAs, half of the additions to dQ.
 STAY = {"persistent": True, "q_stages": 3}
 PLAIN_UNORDERED = {
+    **UNORDERED,
     64: ORDERED,
-    96: UNORDERED[96],
     128: {**UNORDERED[128], **STAY},
     192: {**UNORDERED[192], "pair": True},
     256: {**UNORDERED[256], "pair": True, "do_stages": 1},
