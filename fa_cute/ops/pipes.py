@@ -157,11 +157,16 @@ class EdgePipe(pipeline.PipelineAsync):
 
     @dsl_user_op
     def producer_acquire(
-        self, state, try_acquire_token=None, *, tx_bytes=None, loc=None, ip=None
+        self, state, try_acquire_token=None, *, tx_bytes=None, fill=None, loc=None, ip=None
     ) -> None:
-        """``tx_bytes``: what this phase brings, where that is not all that the edge names."""
+        """``tx_bytes``: what this phase brings, where that is not all that the edge names.
+        ``fill(slot)``: what the warp writes itself, when the slot is free and before it arrives.
+        """
         assert self.sync_object_empty is not None, "a one-way edge has nothing to acquire"
         self.sync_object_empty.wait(state.index, state.phase, loc=loc, ip=ip)
+        if fill is not None:
+            fill(state.index)
+            cute.arch.sync_warp(loc=loc, ip=ip)  # who arrives speaks for who wrote
         if self.via in TMA_PRODUCER:
             brings = self.tx_bytes if tx_bytes is None else tx_bytes
             if self.cta_group == 1:

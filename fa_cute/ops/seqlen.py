@@ -40,6 +40,19 @@ def int_row(table: Any, row: Any, first: int, count: int) -> tuple:
     return tuple(values[i] for i in range(count))
 
 
+def set_int_row(table: Any, row: Any, first: int, values: tuple) -> None:
+    """Write aligned ints of a row of a table, one store; see `int_row`."""
+    import cutlass.cute as cute
+
+    count = len(values)
+    part = cute.domain_offset((row, first), table)[0, None]
+    target = cute.make_tensor(part.iterator.align(4 * count), cute.make_layout(count))
+    source = cute.make_rmem_tensor(count, table.element_type)
+    for i in range(count):
+        source[i] = table.element_type(values[i])
+    cute.autovec_copy(source, target)
+
+
 def _wide(x: Any) -> Any:
     """64 bits where traced: an accumulator has more elements than 32 bits can count."""
     if isinstance(x, int):
