@@ -180,6 +180,8 @@ def forward(spec: FwdSpec, arch: Arch):
         if arch.name == "sm_100a" and spec.head_dim == 128 and not banded:
             softmax, correction = (184, 64) if spec.dtype == "bf16" else (192, 72)
         return replace(row.cfg, softmax_regs=softmax, correction_regs=correction)
+    if spec.varlen and arch.family == "sm90":
+        return replace(row.cfg, listed=True)
     return row.cfg
 
 

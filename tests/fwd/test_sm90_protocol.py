@@ -56,8 +56,11 @@ def load(cfg: FwdConfig, tiles: list[Work]) -> list[Event]:
         slot = kv.next()
         out.extend([acquire("load_kv"), *(write(f, slot) for f in fields), commit("load_kv")])
 
-    def query() -> None:
-        out.extend([acquire("load_q"), write("sQ", q.next()), commit("load_q")])
+    def query(there_is: bool = True) -> None:
+        """Q of a tile; with a list also its numbers, which come alone after the last one."""
+        slot = q.next()
+        fields = ["sTile"] * cfg.listed + ["sQ"] * there_is
+        out.extend([acquire("load_q"), *(write(f, slot) for f in fields), commit("load_q")])
 
     for i, tile in enumerate(tiles):
         if i == 0 or not cfg.joined:
@@ -66,11 +69,13 @@ def load(cfg: FwdConfig, tiles: list[Work]) -> list[Event]:
         for _ in range(tile.blocks - 1):
             pair("sV", "sK")
         if cfg.joined:
-            if i + 1 < len(tiles):
-                query()
+            if cfg.listed or i + 1 < len(tiles):
+                query(i + 1 < len(tiles))
             pair("sV", "sK")
         else:
             pair("sV")
+    if cfg.listed and not cfg.joined:
+        query(False)
     return [*out, *tail("load_q", range(cfg.q_stages)), *tail("load_kv", range(cfg.kv_stages))]
 
 
@@ -104,20 +109,28 @@ class Consumer:
         self.pass_turn()
         self.out.append(release("load_kv"))
 
-    def first_scores(self) -> int:
+    def next_q(self) -> int:
         self.out.append(wait("load_q"))
         q = self.q.next()
-        self.turn(q, True, False)
+        self.numbers(q)  # whether there is a tile
         return q
 
+    def numbers(self, q: int) -> None:
+        if self.cfg.listed:
+            self.out.append(read("sTile", q))
+
     def script(self, tiles: list[Work]) -> list[Event]:
-        joined = self.cfg.joined
+        joined, listed = self.cfg.joined, self.cfg.listed
         if self.index == self.cfg.teams - 1:
             self.pass_turn()
-        q = self.first_scores() if joined else 0
+        q = self.next_q() if joined or listed else 0
+        if joined:
+            self.turn(q, True, False)
         for i, tile in enumerate(tiles):
             if not joined:
-                q = self.first_scores()
+                q = q if listed else self.next_q()
+                self.turn(q, True, False)
+            self.numbers(q)
             unseen = tile.unseen[self.index]
             for _ in range(unseen):
                 self.turn(q, True, False)
@@ -131,15 +144,18 @@ class Consumer:
                 for _ in range(below - 1):
                     self.turn(None, False, False)
             q_after = None
-            if joined and i + 1 < len(tiles):
-                self.out.append(wait("load_q"))
-                q_after = self.q.next()
+            there_is = i + 1 < len(tiles)
+            if joined and (listed or there_is):
+                q_after = self.next_q()
             self.turn(q_after, joined, below == 0)
             self.store(q)
             if not joined:
                 self.out.append(release("load_q"))
+                q_after = self.next_q() if listed else None
             q = q_after
         if joined:
+            self.out.append(release("load_q"))
+        if listed:  # the slot without a tile
             self.out.append(release("load_q"))
         return self.out
 
@@ -148,6 +164,7 @@ class Consumer:
         ``load_q`` once that is done.
         """
         meet = sync(f"team{self.index}")
+        self.numbers(q)
         self.out += [meet, write("sO", q, self.slab), meet]
 
 
@@ -180,19 +197,28 @@ def works(draw: st.DrawFn, cfg: FwdConfig) -> list[Work]:
     return tiles
 
 
-@pytest.mark.parametrize("scheduler", ["lpt", "lpt_persistent"])
+KINDS = {
+    "one tile": {"scheduler": "lpt"},
+    "persistent": {"scheduler": "lpt_persistent"},
+    "listed": {"scheduler": "persistent", "listed": True},
+    "listed, one Q": {"scheduler": "persistent", "listed": True, "q_stages": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("teams", [1, 2, 3])
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_no_deadlock_overrun_or_race(teams: int, scheduler: str, data: st.DataObject) -> None:
-    cfg = FwdConfig(head_dim=64, head_dim_v=64, teams=teams, scheduler=scheduler)
+def test_no_deadlock_overrun_or_race(teams: int, kind: str, data: st.DataObject) -> None:
+    cfg = FwdConfig(head_dim=64, head_dim_v=64, teams=teams, **KINDS[kind])
     work = data.draw(works(cfg))
     check(cfg, scripts(cfg, work if cfg.persistent else work[:1]), seeds=1)
 
 
+@pytest.mark.parametrize("kind", ["persistent", "listed", "listed, one Q"])
 @pytest.mark.parametrize("shape", [causal, band])
-def test_every_missing_event_of_a_team_is_reported(shape) -> None:
-    cfg = FwdConfig(teams=2)
+def test_every_missing_event_of_a_team_is_reported(shape, kind) -> None:
+    cfg = FwdConfig(teams=2, **KINDS[kind])
     right = scripts(cfg, [shape(2, 2), shape(2, 4)])
     missed, dropped = [], 0
     for agent in ("load", "consumer1"):

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...ops import rows, wgmma
-from .ctx import FwdCtx
+from .ctx import FwdCtx, Handed
 from .plan import TEAM_ROWS, TEAM_THREADS
 
 
@@ -67,7 +67,7 @@ def _pass_turn(cx: FwdCtx, t: Team):
     """Let the next team start its turn."""
     if const_expr(cx.cfg.take_turns and cx.cfg.teams > 1):
         first = const_expr(cx.cfg.topology.barrier_id("turn0"))
-        after = t.index + 1
+        after = cx.late_team(t.index) + 1
         after = Int32(0) if after == cx.cfg.teams else after
         cute.arch.barrier_arrive(barrier_id=first + after, number_of_threads=2 * TEAM_THREADS)
 
@@ -111,7 +111,7 @@ def _turn(cx: FwdCtx, t: Team, slab, k_slot, v_slot, accumulate):
 def _mask(cx: FwdCtx, t: Team, tile, n_block):
     """-inf for the keys of a block that a row does not see."""
     thread = cx.late(t.thread)
-    row = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
+    row = cx.rows_of(tile, cx.late_team(t.index)) + t.warp * 16 + thread % 32 // rows.QUAD
     at = cx.seqlens(tile)
     limits = [cx.mask.k_limits(row + 8 * h, at.q, at.k) for h in range(rows.ROWS)]
     rows.mask(t.S, limits, n_block * cx.cfg.tile_n + 2 * (thread % rows.QUAD), cx.scale)
@@ -124,9 +124,9 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
     """
     dtype = cx.spec.element
     factors, lse = (final[0], final[1]), (final[2], final[3])
-    at = cx.seqlens(tile)
+    at, tile = cx.seqlens(tile), cx.numbers(tile)
     thread = cx.late(t.thread) if const_expr(cx.cfg.late_ids) else t.thread
-    mine = cx.rows_of(tile, t.index) + t.warp * 16 + thread % 32 // rows.QUAD
+    mine = cx.rows_of(tile, cx.late_team(t.index)) + t.warp * 16 + thread % 32 // rows.QUAD
     if thread % rows.QUAD == 0:
         for h in cutlass.range_constexpr(rows.ROWS):
             if mine + 8 * h < at.q:
@@ -161,7 +161,7 @@ def _store(cx: FwdCtx, t: Team, tile, slab, final):
             cute.group_modes(cx.smem.sO, 0, 2),
             cute.group_modes(gO, 0, 2),
         )
-        m = tile.m_block * cx.cfg.teams + t.index
+        m = tile.m_block * cx.cfg.teams + cx.late_team(t.index)
         cute.copy(cx.args.store_o, tOsO[None, slab], tOgO[None, m])
         cute.arch.cp_async_bulk_commit_group()
 
@@ -175,10 +175,30 @@ def _meet(cx: FwdCtx, t: Team):
 
 
 @cute.jit
-def _first_scores(cx: FwdCtx, t: Team, q, kv):
-    """S of a tile's first block, in a turn of its own; returns the ends and the slab of Q."""
-    q_full, full = q.wait_and_advance(), kv.wait_and_advance()
-    slab = q_full.index * cx.cfg.teams + t.index
+def _next_q(cx: FwdCtx, t: Team, q):
+    """Wait for the next Q; returns the end and the team's slab of it."""
+    q_full = q.wait_and_advance()
+    return q, q_full.index * cx.cfg.teams + t.index
+
+
+@cute.jit
+def _next_tile(cx: FwdCtx, t: Team, q):
+    """Wait for the next Q of a list's tiles, with which come its numbers or that there is none;
+    returns the end, the team's slab and the tile.
+    """
+    q, slab = _next_q(cx, t, q)
+    slot = cx.slot_of(slab)
+    return q, slab, Handed(slot, cx.handed(slot).valid)
+
+
+@cute.jit
+def _first_scores(cx: FwdCtx, t: Team, q, kv, slab):
+    """S of a tile's first block, in a turn of its own; returns the ends and the slab of Q, which is
+    known if there is a list.
+    """
+    if const_expr(not cx.cfg.listed):
+        q, slab = _next_q(cx, t, q)
+    full = kv.wait_and_advance()
     _turn(cx, t, slab, full.index, None, False)
     full.release()
     return q, kv, slab
@@ -243,16 +263,19 @@ class Consumer:
         q_done = cx.pipes.load_q.make_consumer()  # as q, but where slots are given back
         if t.index == c.teams - 1:
             _pass_turn(cx, t)  # nobody comes before the first team's first turn
-        sched = cx.scheduler()
-        tile = sched.tile()
-        slab = t.index  # of Q and O
+        if const_expr(c.listed):
+            q, slab, tile = _next_tile(cx, t, q)
+        else:
+            sched = cx.scheduler()
+            tile = sched.tile()
+            slab = t.index  # of Q and O
         if const_expr(c.joined):
-            q, kv, slab = _first_scores(cx, t, q, kv)
+            q, kv, slab = _first_scores(cx, t, q, kv, slab)
         storing = Boolean(False)  # the previous tile's O still lies in a slot of Q
         while tile.valid:
             blocks = cx.team_blocks(tile, t.index)
             if const_expr(not c.joined):
-                q, kv, slab = _first_scores(cx, t, q, kv)
+                q, kv, slab = _first_scores(cx, t, q, kv, slab)
             kv = _go_down(cx, t, kv, slab, cx.unseen(tile, t.index))
             ready = kv.try_wait()  # asked early: the answer takes time
             if cx.needs_mask(blocks, blocks.hi - 1):
@@ -280,15 +303,18 @@ class Consumer:
                     for r in cutlass.range_constexpr(cute.size(t.P_new.shape)):
                         t.P_pairs[r] = rows.pinned(t.P_new[r])
             several = blocks.hi - blocks.lo > 1
-            sched = sched.next()
-            after = sched.tile()
+            if const_expr(not c.listed):
+                sched = sched.next()
+                after = sched.tile()
             unused = cx.unseen_below(tile, t.index)
             if unused > 0:
                 kv, ready = _last_values(cx, t, kv, slab, ready, several, unused)
             full = kv.wait_and_advance(ready)
             next_slab = slab
             if const_expr(c.joined):
-                if after.valid:
+                if const_expr(c.listed):
+                    q, next_slab, after = _next_tile(cx, t, q)
+                elif after.valid:
                     q_full = q.wait_and_advance()
                     next_slab = q_full.index * c.teams + t.index
                 # After the last tile this multiplies what lies there, and nobody looks.
@@ -306,6 +332,10 @@ class Consumer:
             storing = Boolean(c.joined)  # to wait for it takes time: there is some later
             if const_expr(not c.joined):
                 q_done = _free_q(q_done, t)
+                if const_expr(c.listed):
+                    q, next_slab, after = _next_tile(cx, t, q)
             slab, tile = next_slab, after
         if storing:
             q_done = _free_q(q_done, t)
+        if const_expr(c.listed):
+            q_done = _free_q(q_done, t)  # the slot that said that there is no tile

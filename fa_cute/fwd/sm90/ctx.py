@@ -45,27 +45,76 @@ class FwdArgs:
 
 
 @dataclass(frozen=True)
+class Listed(sched.Tile):
+    """A tile of a list, looked up."""
+
+    at: Any  # lengths of its sequence, and where its rows lie
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A tile from the load warp: no more of it crosses the loops of a team than where its numbers
+    lie.
+    """
+
+    slot: Any  # of Q, and of sTile
+    valid: Any
+
+
+@dataclass(frozen=True)
 class FwdCtx:
     """Configuration, tensors, pipelines: read-only; what changes lives in the roles' own names."""
 
     cfg: cutlass.Constexpr[FwdConfig]
     spec: cutlass.Constexpr[FwdSpec]
     args: FwdArgs
-    # sQ (64, d, slabs), sK (tile_n, d, stages), sV (tile_n, d_v, stages), sO (64, d_v, slabs)
+    # sQ (64, d, slabs), sK (tile_n, d, stages), sV (tile_n, d_v, stages), sO (64, d_v, slabs);
+    # listed: sTile (q_stages, TILE_INTS)
     smem: SimpleNamespace
     pipes: SimpleNamespace
     barriers: SimpleNamespace
+    first_tile: Any = None  # of a list: where the walk begins
 
     def scheduler(self):
         """The walk of this CTA over the tiles."""
         return sched.here(self.args.order)
 
-    def seqlens(self, tile: sched.Tile):
+    def tile_of(self, walk) -> sched.Tile:
+        """Where a walk stands; of a list three loads, one after the other."""
+        tile = walk.tile()
+        if not self.cfg.listed:
+            return tile
+        at = seqlen.Varlen(self.args.records).at(tile)
+        return Listed(tile.m_block, tile.head, tile.batch, tile.valid, at)
+
+    def numbers(self, tile: sched.Tile | Handed) -> sched.Tile:
+        """A tile with its numbers."""
+        return self.handed(tile.slot) if isinstance(tile, Handed) else tile
+
+    def seqlens(self, tile: sched.Tile | Handed):
         """Lengths of the batch element or sequence of a tile, and where its rows lie."""
+        if self.cfg.listed:
+            return self.numbers(tile).at
         a = self.args
-        if self.spec.varlen:
-            return seqlen.Varlen(a.records).at(tile)
         return seqlen.Dense(a.mQ.shape[0], a.mK.shape[0]).at(tile)
+
+    def hand(self, slot, tile: Listed):
+        """Put a tile into a free slot of sTile; one thread does."""
+        at = tile.at
+        values = (tile.m_block, Int32(tile.valid), at.q, at.k, tile.head, at.offset_q, 0, 0)
+        seqlen.set_int_row(self.smem.sTile, slot, 0, values[:4])
+        seqlen.set_int_row(self.smem.sTile, slot, 4, values[4:])
+
+    def handed(self, slot) -> Listed:
+        """The tile of a slot, which must be full, with what a team needs of its lengths."""
+        m_block, valid, q, k = seqlen.int_row(self.smem.sTile, slot, 0, 4)
+        head, offset_q, _, _ = seqlen.int_row(self.smem.sTile, slot, 4, 4)
+        at = seqlen.VarlenSeqlens(q, k, offset_q, None, None, None)
+        return Listed(m_block, head, None, valid != 0, at)
+
+    def slot_of(self, slab):
+        """The slot of Q that a slab lies in."""
+        return at_most(self.cfg.teams, slab) if self.cfg.q_stages > 1 else Int32(0)
 
     @property
     def mask(self) -> Band:
@@ -79,18 +128,18 @@ class FwdCtx:
 
     def rows_of(self, tile: sched.Tile, team) -> Int32:
         """First query row of a team."""
-        return tile.m_block * self.cfg.tile_m + team * TEAM_ROWS
+        return self.numbers(tile).m_block * self.cfg.tile_m + team * TEAM_ROWS
 
     def kv_blocks(self, tile: sched.Tile) -> Blocks:
         """KV blocks of a tile."""
-        at = self.seqlens(tile)
+        at, tile = self.seqlens(tile), self.numbers(tile)
         return self._at_least_one(
             kv_blocks(self.mask, tile.m_block, self.cfg.tile_m, self.cfg.tile_n, at.q, at.k)
         )
 
     def team_blocks(self, tile: sched.Tile, team) -> Blocks:
         """KV blocks that a team needs of its tile's; one if all its rows lie past seqlen_q."""
-        m = tile.m_block * self.cfg.teams + team
+        m = self.numbers(tile).m_block * self.cfg.teams + team
         at = self.seqlens(tile)
         blocks = self._at_least_one(kv_blocks(self.mask, m, TEAM_ROWS, self.cfg.tile_n, at.q, at.k))
         has_rows = at_most(m * TEAM_ROWS + 1, at.q)
@@ -125,6 +174,12 @@ class FwdCtx:
         loops where these are few.
         """
         return pinned(x) if self.few_registers else x
+
+    def late_team(self, index: Int32) -> Int32:
+        """`late` of a team's number, of which addresses and barriers are made; kernels without a
+        list have room for these.
+        """
+        return self.late(index) if self.cfg.listed else index
 
     def needs_mask(self, blocks: Blocks, n_block):
         """Whether some row of a team does not see all of one of its blocks."""

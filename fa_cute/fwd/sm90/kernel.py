@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import cutlass.cute as cute
@@ -10,6 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ... import sched
+from ...errors import PlanError
 from ...ops import pipes, ragged, wgmma
 from ...ops.arith import at_most, hi
 from ...ops.softmax import scale_log2_of
@@ -19,7 +21,7 @@ from ..args import FwdSpec
 from .consumer import Consumer
 from .ctx import FwdArgs, FwdCtx
 from .load import Load
-from .plan import TEAM_ROWS, FwdConfig
+from .plan import TEAM_ROWS, TILE_INTS, FwdConfig
 
 LONG_ROWS = 6144  # keys
 
@@ -39,6 +41,8 @@ class FwdSm90:
     """
 
     def __init__(self, cfg: FwdConfig, spec: FwdSpec):
+        if cfg.listed != spec.varlen:
+            raise PlanError(f"listed is {cfg.listed}, varlen {spec.varlen}; the same")
         self.cfg, self.spec = cfg, spec
 
     @cute.jit
@@ -168,16 +172,16 @@ class FwdSm90:
         if const_expr(self.spec.varlen):
             cute.arch.griddepcontrol_wait()  # for all that the kernel before wrote: the list
             # Three loads, each of which says where the next one goes, take as long as the set-up,
-            # and go on beside it; roles find the same in L1.
-            tile = cx.scheduler().tile()
-            there_is = tile.valid & (cx.seqlens(tile).q > 0)
+            # and go on beside it.
+            first = cx.tile_of(cx.scheduler())
+            there_is = first.valid & (first.at.q > 0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if const_expr(self.spec.varlen):
             # There may be fewer tiles than there are CTAs.
             if there_is:
-                self.roles(cx, warp)
+                self.roles(replace(cx, first_tile=first), warp)
         else:
             self.roles(cx, warp)
 
@@ -216,4 +220,8 @@ def _allocate(c: FwdConfig, dtype) -> SimpleNamespace:
             slab = cute.select(outer, mode=[0, 1])
             outer = cute.append(slab, cute.make_layout(slabs, stride=TEAM_ROWS * c.head_dim))
         found[name] = cute.make_tensor(pointer, outer)
+    if const_expr(c.listed):
+        pointer = cute.recast_ptr(base + c.smem.offset("sTile"), dtype=Int32)
+        layout = cute.make_layout((c.q_stages, TILE_INTS), stride=(TILE_INTS, 1))
+        found["sTile"] = cute.make_tensor(pointer, layout)
     return SimpleNamespace(**found)

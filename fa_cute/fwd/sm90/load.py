@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from .ctx import FwdCtx
+from .ctx import FwdCtx, Listed
 from .plan import TEAM_ROWS
 
 
@@ -22,12 +22,38 @@ def _sides(atom, smem: cute.Tensor, view: cute.Tensor, tiler: tuple[int, int]):
 
 
 @cute.jit
+def _hand(cx: FwdCtx, slot, tile):
+    """Put a tile's numbers into a slot of sTile."""
+    if cute.arch.lane_idx() == 0:
+        cx.hand(slot, tile)
+
+
+@cute.jit
 def _load_q(cx: FwdCtx, q, tile):
-    """Q of all teams of a tile."""
+    """Q of all teams of a tile. With a list also its numbers: a tile that is not valid is a slot of
+    these alone.
+    """
     c = cx.cfg
     mQ = cx.seqlens(tile).rows(cx.args.mQ, "q", tile.head)
-    tQsQ, tQgQ = _sides(cx.args.load_q, cx.smem.sQ, mQ, (TEAM_ROWS, c.head_dim))
-    free = q.acquire_and_advance()
+    sides = _sides(cx.args.load_q, cx.smem.sQ, mQ, (TEAM_ROWS, c.head_dim))
+    if const_expr(c.listed):
+        free = q.acquire_and_advance(
+            tx_bytes=Int32(tile.valid) * c.smem.bytes("sQ"),
+            fill=lambda slot: _hand(cx, slot, tile),
+        )
+        if tile.valid:
+            _copy_q(cx, free, tile, sides)
+    else:
+        free = q.acquire_and_advance()
+        _copy_q(cx, free, tile, sides)
+    return q
+
+
+@cute.jit
+def _copy_q(cx: FwdCtx, free, tile, sides):
+    """Q of all teams of a tile into a slot."""
+    c = cx.cfg
+    tQsQ, tQgQ = sides
     for team in cutlass.range_constexpr(c.teams):
         cute.copy(
             cx.args.load_q,
@@ -35,7 +61,6 @@ def _load_q(cx: FwdCtx, q, tile):
             tQsQ[None, free.index * c.teams + team],
             tma_bar_ptr=free.barrier,
         )
-    return q
 
 
 @cute.jit
@@ -71,13 +96,18 @@ def _either(after, n_after, tile, n_tile):
     head = after.head if after.valid else tile.head
     batch = after.batch if after.valid else tile.batch
     block = n_after if after.valid else n_tile
-    return replace(tile, head=head, batch=batch), block
+    source = replace(tile, head=head, batch=batch)
+    if const_expr(isinstance(tile, Listed)):
+        k = after.at.k if after.valid else tile.at.k
+        offset_k = after.at.offset_k if after.valid else tile.at.offset_k
+        source = replace(source, at=replace(tile.at, k=k, offset_k=offset_k))
+    return source, block
 
 
 @dataclass(frozen=True)
 class Load:
-    """One warp: Q, K and V by TMA, in the order in which the consumers need them. Waits for
-    nothing but free slots; feeds load_q and load_kv.
+    """One warp: Q, K and V by TMA, in the order in which the consumers need them; of a list it
+    alone looks tiles up. Waits for nothing but free slots; feeds load_q and load_kv.
     """
 
     @cute.jit
@@ -85,7 +115,7 @@ class Load:
         c = cx.cfg
         q, kv = cx.pipes.load_q.make_producer(), cx.pipes.load_kv.make_producer()
         sched = cx.scheduler()
-        tile = sched.tile()
+        tile = cx.first_tile if const_expr(c.listed) else sched.tile()
         if const_expr(c.joined):
             q, kv = _first(cx, q, kv, tile)
         while tile.valid:
@@ -98,9 +128,12 @@ class Load:
                 _load_v(cx, free, tile, at, n_block)
                 _load_k(cx, free, tile, at, n_block - 1)
             sched = sched.next()
-            after = sched.tile()
+            after = cx.tile_of(sched)
             if const_expr(c.joined):
-                if after.valid:
+                if const_expr(not c.listed):
+                    if after.valid:
+                        q = _load_q(cx, q, after)
+                else:
                     q = _load_q(cx, q, after)
                 free = kv.acquire_and_advance()
                 _load_v(cx, free, tile, at, blocks.lo)
@@ -111,6 +144,8 @@ class Load:
                 free = kv.acquire_and_advance(tx_bytes=c.smem.bytes("sV"))
                 _load_v(cx, free, tile, at, blocks.lo)
             tile = after
+        if const_expr(c.listed and not c.joined):
+            q = _load_q(cx, q, tile)  # that there is none
         # Leaving while copies into this CTA's memory are on their way is an error, so wait for
         # every slot to come back.
         q.tail()

@@ -19,7 +19,13 @@ into P while the others multiply:
 With two Q stages the last turn of a tile already multiplies the next tile's Q, so the epilogue of
 one tile and the loads of the next lie under the other teams' turns.
 
-SMEM: Q (slabs of 64 rows, O over them), K ring, V ring; barriers lie below.
+Tiles: every role walks over them by itself, which costs a few instructions. Those of sequences come
+from a list in memory (`listed`): there only the load warp looks them up. It puts the numbers of a
+tile into sTile before it signals load_q, and a team that has waited for Q finds them there, until
+it gives Q's slot back. After the last tile comes a slot without Q whose numbers say so; it is
+acquired and given back like any other.
+
+SMEM: Q (slabs of 64 rows, O over them), K ring, V ring, numbers of tiles; barriers lie below.
 """
 
 from __future__ import annotations
@@ -50,6 +56,8 @@ PITCH = 32  # head dims take multiples of this in shared memory
 SM_REGISTERS = 65536
 # Barriers, and what rounds them up to the fields' alignment.
 RESERVED_BYTES = 1024
+INT_BYTES = 4
+TILE_INTS = 8  # of a slot of sTile: `ctx.FwdCtx.handed` says which
 # (consumer, producer) registers a thread by number of consumer warpgroups; with the launch's even
 # share they add up to the register file.
 TEAM_REGS = {1: (248, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
@@ -82,6 +90,7 @@ class FwdConfig:
     # The number of a team's barrier (with a window or sequences also that of a row, when it is
     # stored) is computed where it is used, not kept in a register over the loops.
     late_ids: bool = False
+    listed: bool = False  # tiles come from a list: of varlen kernels, and of no other
 
     def work(self, spec: FwdSpec) -> Work:
         """How sequences of a varlen call are cut into tiles."""
@@ -191,6 +200,7 @@ class FwdConfig:
         """Byte map; every operand starts on a swizzle pattern."""
         row_k, row_v = self.head_dim * ELEMENT_BYTES, self.head_dim_v * ELEMENT_BYTES
         over = "sQ" if self.o_over_q else None
+        tiles = SmemField("sTile", INT_BYTES * TILE_INTS, self.q_stages, align=16)
         return SmemPlan(
             (
                 SmemField("sQ", self.tile_m * row_k, self.q_stages),
@@ -198,6 +208,7 @@ class FwdConfig:
                 SmemField("sV", self.tile_n * row_v, self.kv_stages),
                 # A team's O takes the place of its own Q, which all its scores have been made from.
                 SmemField("sO", self.tile_m * row_v, self.q_stages, over=over),
+                *((tiles,) if self.listed else ()),
             ),
             reserved_bytes=RESERVED_BYTES,
         )
