@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
+import cutlass.cute as cute
+
 from fa_cute.ops.arith import ceil_div
 from fa_cute.sched import Tile
 
@@ -33,6 +36,31 @@ class Block:
     number: Any
     lengths: Any  # as `ops.seqlen` gives them
     valid: Any  # False for CTAs past the last block
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The CTAs of a kernel before or after the main one: a block of one head each.
+
+    All heads of the last block come first. The main kernel goes through a batch from its start, so
+    the kernel before ends, and the one after begins, with what is in L2 for the main kernel, or of
+    it (measured: 1 % of a backward of 32 x 1024); and rows of neighbouring heads lie side by side.
+    """
+
+    blocks: Any  # Counted or Listed
+    num_blocks: Any
+    heads: Any
+
+    @property
+    def launch(self) -> tuple[Any, int, int]:
+        """The launch grid; only its first dimension has room for many batches."""
+        return self.num_blocks * self.heads, 1, 1
+
+    def here(self, cut: Cut) -> tuple[Block, Any]:
+        """(block, head) of this CTA, in a kernel."""
+        index = cute.arch.block_idx()[0]
+        after = index // self.heads
+        return self.blocks.at(self.num_blocks - 1 - after, cut), index - after * self.heads
 
 
 def _length(lengths: Any, side: str) -> Any:
@@ -68,8 +96,6 @@ class Listed:
         return self.owner.shape[0] * cut.per_tile
 
     def at(self, index: Any, cut: Cut) -> Block:
-        import cutlass
-
         tile = index // cut.per_tile
         valid = tile < self.header[0, 2 if cut.side == "q" else 3]
         # Nobody wrote owners past the last tile.

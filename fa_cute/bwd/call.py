@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from fa_cute import sched
 from fa_cute.bwd.args import BwdSpec, Sizes, Workspace, stores_first, workspace
-from fa_cute.bwd.blocks import Counted, Cut, Listed
+from fa_cute.bwd.blocks import Counted, Cut, Grid, Listed
 from fa_cute.bwd.postprocess import BwdPostprocess
 from fa_cute.bwd.preprocess import BwdPreprocess
 from fa_cute.ops import ragged, seqlen
@@ -92,12 +92,15 @@ class Call:
         sizes = {"seqlen_k": n.seqlen_q, "kv_bytes_per_row": work.bytes_per_row}
         return sched.make(self.cfg.scheduler, space, **sizes)
 
-    def blocks(self, side: str):
-        """Who does which rows of ``side`` in the other kernels."""
-        if not self.spec.varlen:
-            return Counted(self.seqlens)
-        made = self.lists
-        return Listed(self.seqlens, made.header, made.owner_q if side == "q" else made.owner_k)
+    def grid(self, cut: Cut) -> Grid:
+        """Who does which rows of a side in the other kernels."""
+        made, on_q = self.lists, cut.side == "q"
+        if self.spec.varlen:
+            blocks = Listed(self.seqlens, made.header, made.owner_q if on_q else made.owner_k)
+        else:
+            blocks = Counted(self.seqlens)
+        heads = self.shape.heads if on_q else self.shape.heads_kv
+        return Grid(blocks, blocks.count(cut, self.shape.batch), heads)
 
     def tma_view(self, tensor: cute.Tensor, turned: bool = False) -> cute.Tensor:
         """(batch, seqlen, heads, d) as (seqlen, d, heads, batch), ``turned`` as (d, seqlen, ...);

@@ -31,27 +31,24 @@ class BwdPostprocess:
     @cute.jit
     def __call__(self, call, name: str, mOut: cute.Tensor, scale: Float32, stream):
         """``call``: `call.Call`; ``name``: of the accumulator, in its workspace."""
-        blocks = call.blocks(self.cut.side)
-        heads = call.shape.heads if self.cut.side == "q" else call.shape.heads_kv
-        # A grid has room for many batches in its first dimension only.
-        grid = (blocks.count(self.cut, call.shape.batch), heads, 1)
-        self.kernel(blocks, call.section(name), mOut, scale).launch(
-            grid=grid, block=(128 * self.chunks.num, 1, 1), stream=stream, use_pdl=self.early
+        grid = call.grid(self.cut)
+        self.kernel(grid, call.section(name), mOut, scale).launch(
+            grid=grid.launch, block=(128 * self.chunks.num, 1, 1), stream=stream, use_pdl=self.early
         )
 
     @cute.kernel
-    def kernel(self, blocks, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+    def kernel(self, grid, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()  # for all of the kernels before
             cute.arch.griddepcontrol_launch_dependents()
-        index, head, _ = cute.arch.block_idx()
-        block = blocks.at(index, self.cut)
+        block, head = grid.here(self.cut)
         if block.valid:
-            self.tile(block, head, accumulator, mOut, scale)
+            self.tile((block, head, grid.heads), accumulator, mOut, scale)
 
     @cute.jit
-    def tile(self, block, head, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
-        """Fragments -> shared memory -> rows."""
+    def tile(self, at, accumulator: cute.Pointer, mOut: cute.Tensor, scale: Float32):
+        """Fragments -> shared memory -> rows; ``at``: (block, head, heads)."""
+        block, head, heads = at
         c = self.chunks
         tidx = cute.arch.thread_idx()[0]
         smem = cutlass.memory.SmemAllocator()
@@ -59,7 +56,7 @@ class BwdPostprocess:
         sOut = smem.allocate_tensor(mOut.element_type, layout, 128)
 
         chunk, t = tidx // 128, tidx % 128
-        tile = self.number(block, head)
+        tile = self.number(block, head, heads)
         source = accumulator + (tile * (c.rows * c.cols) + chunk * c.chunk_floats + t * 4)
         row, col = c.origin(chunk, t)
         values = cute.make_rmem_tensor(cute.make_layout((4, c.vectors)), Float32)
@@ -76,9 +73,8 @@ class BwdPostprocess:
         cute.arch.sync_threads()
         self.write(sOut, block.lengths.plain(mOut, self.cut.side, head), block)
 
-    def number(self, block, head):
+    def number(self, block, head, heads):
         """Of the tile among those in the accumulator."""
-        heads = cute.arch.grid_dim()[1]
         if self.cut.side == "q":
             return block.lengths.tile_q(block.number, head, heads, self.cut.rows)
         ctas = self.cut.per_tile

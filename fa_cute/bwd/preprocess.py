@@ -75,50 +75,44 @@ class BwdPreprocess:
     @cute.jit
     def __call__(self, call, rows, stream):
         """``call``: `call.Call`; ``rows``: out, dout, lse and dlse."""
-        blocks, at = call.blocks("q"), call.at
+        grid, at = call.grid(self.cut), call.at
         stored = stores_first(self.cfg)
         first = "dk" if stored else "dq"
         vectors = (at.size - getattr(at, first)) // 4
         unseen = Unseen(call.section("dq"), call.band) if stored else None
         zeros = Zeros(call.section(first), vectors, unseen, call.tile_count, call.firsts)
         results = (call.per_row("lse"), call.per_row("delta"))
-        # A grid has room for many batches in its first dimension only.
-        grid = (blocks.count(self.cut, call.shape.batch), call.shape.heads, 1)
-        self.kernel(blocks, rows, results, zeros).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
+        self.kernel(grid, rows, results, zeros).launch(
+            grid=grid.launch, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, blocks, rows, results, zeros: Zeros):
+    def kernel(self, grid, rows, results, zeros: Zeros):
         # The main kernel, where it may, sets itself up meanwhile.
         cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
-        index, head, _ = cute.arch.block_idx()
-        block = blocks.at(index, self.cut)
+        block, head = grid.here(self.cut)
         if block.valid:
             inputs, outputs = self.of_head(block.lengths, rows, results, head)
             first = block.number * ROWS + tidx // LANES
             self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
             if const_expr(zeros.unseen is not None):
-                self.zero_unseen(zeros.unseen, block, head)
+                self.zero_unseen(zeros.unseen, (block, head, grid.heads))
             if const_expr(zeros.firsts is not None):
                 self.zero_first(zeros.firsts, block, head)
         if const_expr(zeros.tile_count is not None):
             self.zero_count(zeros.tile_count)
         # every CTA zeroes its share, whole waves side by side
-        grid = cute.arch.grid_dim()
-        ctas = Int64(grid[0]) * grid[1]
-        cta = Int64(index) + Int64(grid[0]) * head
-        at = cta * THREADS + tidx
+        at = Int64(cute.arch.block_idx()[0]) * THREADS + tidx
+        step = Int64(cute.arch.grid_dim()[0]) * THREADS
         while at < zeros.vectors:
             put_zeros(zeros.start + at * 4)
-            at += ctas * THREADS
+            at += step
 
     @cute.jit
     def zero_count(self, count: cute.Pointer):
         """The first thread of all: no tile is taken yet."""
-        index, head, _ = cute.arch.block_idx()
-        if index + head + cute.arch.thread_idx()[0] == 0:
+        if cute.arch.block_idx()[0] + cute.arch.thread_idx()[0] == 0:
             cute.make_tensor(count, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
@@ -129,13 +123,16 @@ class BwdPreprocess:
             cute.make_tensor(first, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
-    def zero_unseen(self, unseen: Unseen, block, head):
-        """This CTA's part of the dQ tile of queries that see no key: nobody adds to it."""
-        c, lengths = self.cfg, block.lengths
+    def zero_unseen(self, unseen: Unseen, where):
+        """This CTA's part of the dQ tile of queries that see no key, ``where`` = (block, head,
+        heads): nobody adds to it.
+        """
+        c, (block, head, heads) = self.cfg, where
+        lengths = block.lengths
         m_block = block.number * ROWS // c.tile_m
         seen = kv_blocks(unseen.mask, m_block, c.tile_m, c.tile_n, lengths.q, lengths.k)
         if seen.count == 0:
-            tile = lengths.tile_q(m_block, head, cute.arch.grid_dim()[1], c.tile_m)
+            tile = lengths.tile_q(m_block, head, heads, c.tile_m)
             part = block.number - m_block * (c.tile_m // ROWS)
             to = unseen.dq + (tile * (c.tile_m * c.head_dim) + part * (ROWS * c.head_dim))
             for i in cutlass.range(
