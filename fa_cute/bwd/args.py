@@ -57,9 +57,12 @@ def work(cfg: Any, spec: BwdSpec, keys: int) -> Work:
     of every query that sees them.
     """
     bytes_per_row = 2 * (cfg.head_dim + cfg.head_dim_v) + 4 * cfg.head_dim
-    # Longest first (causal: the first keys), unless an order is to be kept.
-    down = spec.deterministic and descends(spec.band(0, 0))
-    return Work("k", cfg.tile_m, keys, bytes_per_row, descending=down, owners=True)
+    # Longest first (causal: the first keys), unless those launched later wait for earlier ones.
+    waits = spec.deterministic or stores_first(cfg)
+    down = waits and descends(spec.band(0, 0))
+    # As in a dense batch: `single`, or an order whose tiles wait for each other.
+    alone = getattr(cfg, "scheduler", "single") == "single"
+    return Work("k", cfg.tile_m, keys, bytes_per_row, descending=down, owners=True, alone=alone)
 
 
 def _aligned(floats: Any) -> Any:

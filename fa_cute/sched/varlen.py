@@ -53,6 +53,7 @@ class Work:
     bytes_per_row: int  # that a tile reads for each row of the other side: sizes L2 sections
     descending: bool  # blocks of a sequence from the last to the first
     owners: bool = False  # write the lists of owners
+    alone: bool = False  # a section has one unit, see `section`
 
     def tiles_q(self, length: Any) -> Any:
         return ceil_div(length, self.tile_q)
@@ -91,12 +92,15 @@ class Work:
         A unit is what shares the rows of the other side: the query heads of a kv head (forward),
         one query head (backward). With ``num_sms`` (see `lists`) sections are small: tiles that are
         sorted together are of several, and these have to end where two rounds of CTAs do. Of a mask
-        without limits they are one unit: its tiles need no balance, and neighbours that read the
-        same rows at once ask L2 for them once (measured: at 16k two heads ask 1.4 times as often).
+        without limits they are one unit, and so if ``alone``: tiles need no balance, and neighbours
+        that read the same rows at once ask L2 for them once (measured: at 16k two heads ask 1.4
+        times as often). Where tiles of a head wait for each other, several are better.
         """
-        if num_sms is None:
-            fit = heads_in_l2(longest, self.bytes_per_row, units)
-            all_fit = at_most(units, fit)
+        one_tile = at_most(longest, self.tile_q if self.owner == "q" else self.tile_k)
+        if self.alone:
+            fit = 1
+        elif num_sms is None:
+            fit, one_tile = heads_in_l2(longest, self.bytes_per_row, units), 0
         else:
             fit, power, rows = 1, 2, LONG_SECTION_BYTES // self.bytes_per_row
             while power <= MOST_DEALT and not mask.unlimited:
@@ -104,8 +108,8 @@ class Work:
                 fit = fit + (power // 2) * bytes_fit
                 power *= 2
             fit = lo(fit, hi(lowest_bit(2 * num_sms | MOST_DEALT) // heads_per_unit, 1))
-            # Of one tile per head and sequence none shares anything with another.
-            all_fit = hi(at_most(units, fit), at_most(longest, self.tile_q))
+        # Of one tile per head and sequence none shares anything with another.
+        all_fit = hi(at_most(units, fit), one_tile)
         found = lo(lowest_bit(units), fit)
         return (found + all_fit * (units - found)) * heads_per_unit
 

@@ -25,16 +25,22 @@ SCHEDULES = ("early", "late", "random:3", "priority:1")
 
 @pytest.fixture
 def persistent(monkeypatch):
-    """persistent(ctas): calls from now on take the persistent kernel, of so many CTAs at most, and
-    the grids of their launches are appended to ``persistent.grids``.
+    """persistent(ctas): calls from now on take the persistent kernel, of so many CTAs at most;
+    before that, one with a tile per CTA. The grids of launches are appended to
+    ``persistent.grids``.
     """
 
-    def switch(ctas: int):
+    def take(stay: bool):
         def row(spec, *_):
-            return dataclasses.replace(plan.config(spec), persistent=True, pair=False)
+            return dataclasses.replace(plan.config(spec), persistent=stay, pair=False)
 
         monkeypatch.setattr(tune, "backward", row)
+
+    def switch(ctas: int):
+        take(True)
         monkeypatch.setattr(launch, "num_sms", lambda *_: ctas)
+
+    take(False)
 
     def recorded(session, *args, **options):
         switch.grids.append(args[1])

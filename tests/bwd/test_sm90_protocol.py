@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fa_cute.bwd.sm90.plan import (
     CONSUMERS,
     ORDERED,
-    PLAIN_UNORDERED,
+    STAY,
     TILE_STAGES,
     TILES,
     UNORDERED,
@@ -41,6 +41,7 @@ from fa_cute.plan.events import (
 )
 
 KEYS_ROW = next(row for row in TILES if row["head_dim"] == 128)
+LOCKSTEP_ROW = {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2}
 VARIANTS = (
     *TILES,
     *({**row, **ORDERED, "scheduler": "ascending"} for row in TILES),
@@ -49,7 +50,9 @@ VARIANTS = (
     {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "store_warps": 3},
     {**KEYS_ROW, "dq_direct": True, "q_stages": 3, "do_stages": 3},
     {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "schedule": "lockstep", "ds_stages": 2},
-    {**KEYS_ROW, "schedule": "lockstep", "ds_stages": 2},
+    LOCKSTEP_ROW,
+    {**KEYS_ROW, "ds_stages": 2},
+    {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "ds_stages": 2, "store_warps": 3},
     *({**row, "persistent": True} for row in TILES),
     *({**row, **ORDERED, "scheduler": "ascending", "persistent": True} for row in TILES),
     *(
@@ -57,14 +60,21 @@ VARIANTS = (
         for row in TILES
         if row is not KEYS_ROW
     ),
-    {**KEYS_ROW, **PLAIN_UNORDERED[128]},
+    {**KEYS_ROW, **UNORDERED[128], **STAY},
+    {**KEYS_ROW, **ORDERED, **STAY, "scheduler": "ascending", "ds_stages": 2},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
-LOCKSTEP = len(VARIANTS) - 3 * len(TILES) - 1  # the last that is not persistent
-IDS = ["-".join(str(x) for x in row.values()) for row in VARIANTS]
+LOCKSTEP = VARIANTS.index(LOCKSTEP_ROW)
+ONE_TILE = [c for c in CONFIGS if not c.persistent]
+STAYING = [c for c in CONFIGS if c.persistent]
 
 
 Tiles = tuple[tuple[int, int], ...]
+
+
+def name(cfg: BwdSm90Config) -> str:
+    """Of a test: the row that a config was made of."""
+    return "-".join(str(x) for x in VARIANTS[CONFIGS.index(cfg)].values())
 
 
 def load(cfg: BwdSm90Config, tiles: Tiles) -> list[Event]:
@@ -110,6 +120,7 @@ class Warpgroup:
         self.cfg, self.w, self.shared = cfg, w, shared  # whether kv heads are
         half = cfg.smem.bytes("sdS") // CONSUMERS
         self.own = None if cfg.by_role else (w * half, (w + 1) * half)
+        self.early = cfg.waits_early
         self.before = 0  # query blocks of the tiles before, less the first block of this one
 
     def slots(self, m: int) -> tuple[int, int, int]:
@@ -127,10 +138,13 @@ class Warpgroup:
         """By role, before the turn with dQ of a step."""
         return []
 
+    def other_ds(self, m: int) -> list[Event]:
+        """The other's dS of a step is there; by role, turns say that."""
+        return [] if self.cfg.by_role else [sync(f"ds_{1 - self.w}{m % 2}")]
+
     def dq(self, m: int) -> list[Event]:
-        """dQ of a step: keys split, once the other's dS is there; by role, turns say that."""
-        ready = [] if self.cfg.by_role else [sync(f"ds_{1 - self.w}{m % 2}")]
-        return [*ready, read("sdS", self.slots(m)[2]), read("sK")]
+        """dQ of a step."""
+        return [read("sdS", self.slots(m)[2]), read("sK")]
 
     def write_ds(self, m: int) -> list[Event]:
         return [write("sdS", self.slots(m)[2], self.own)]
@@ -153,12 +167,15 @@ class Warpgroup:
         out = []
         for m in range(first, end):
             q, do, _ = self.slots(m)
-            out += [*self.scores(m, first), read("sDelta", do), *self.write_ds(m)]
+            ready = self.other_ds(m - 1) if m > first else []
+            out += [*self.scores(m, first), read("sDelta", do)]
+            out += [*ready, *self.write_ds(m)] if self.early else [*self.write_ds(m), *ready]
             out += self.dq(m - 1) if m > first else []
             out += [read("sdO", do), read("sQ", q), *self.signal_ds(m)]
             out += self.hand_over(m - 1) if m > first else []
             out += [release("load_do"), release("load_q")]
-        return [*out, *self.dq(end - 1), *self.freed(True), *self.hand_over(end - 1)]
+        out += [*self.other_ds(end - 1), *self.dq(end - 1)]
+        return [*out, *self.freed(True), *self.hand_over(end - 1)]
 
     def lockstep(self, first: int, end: int) -> list[Event]:
         out = []
@@ -166,7 +183,8 @@ class Warpgroup:
             q, do, _ = self.slots(m)
             out += self.scores(m, first)
             out += [read("sDelta", do), *self.write_ds(m), *self.signal_ds(m), read("sdO", do)]
-            out += [*self.dq(m), read("sQ", q), release("load_do"), *self.hand_over(m)]
+            out += [*self.other_ds(m), *self.dq(m), read("sQ", q), release("load_do")]
+            out += self.hand_over(m)
             out.append(release("load_q"))
         return [*out, *self.freed(True)]
 
@@ -272,14 +290,14 @@ def _store(cfg: BwdSm90Config, s: int) -> str:
     return "dq_store" if cfg.store_warps == 1 else f"dq_store/{s}"
 
 
-@pytest.mark.parametrize("cfg", CONFIGS[: LOCKSTEP + 1], ids=IDS[: LOCKSTEP + 1])
+@pytest.mark.parametrize("cfg", ONE_TILE, ids=name)
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 7))
 def test_no_deadlock_overrun_or_race(cfg: BwdSm90Config, steps: int) -> None:
     check(cfg, scripts(cfg, steps), seeds=1)
 
 
-@pytest.mark.parametrize("cfg", CONFIGS[-3 * len(TILES) :], ids=IDS[-3 * len(TILES) :])
+@pytest.mark.parametrize("cfg", STAYING, ids=name)
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4), st.booleans())
 def test_tile_after_tile(cfg: BwdSm90Config, tiles, shared: bool) -> None:
@@ -309,7 +327,7 @@ def unnoticed(cfg: BwdSm90Config, right: dict[str, list[Event]], of=lambda event
 @pytest.mark.parametrize(
     "cfg",
     [
-        *(CONFIGS[i] for i in (2, 3, LOCKSTEP, LOCKSTEP - 1, len(TILES) + 5)),
+        *(CONFIGS[i] for i in (2, 3, LOCKSTEP, LOCKSTEP - 1, LOCKSTEP + 1, len(TILES) + 5)),
         next(c for c in CONFIGS if c.own_store and not c.persistent),
     ],
     ids=lambda c: f"{c.split}-{c.schedule}-{c.store_warps}",
@@ -335,7 +353,7 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["store", "add"])
 @pytest.mark.parametrize("row", [2, 1, 5], ids=["lagged", "lockstep", "roles"])
 def test_every_missing_event_between_tiles_is_reported(row: int, shared: bool) -> None:
-    cfg = CONFIGS[LOCKSTEP + 1 + row]
+    cfg = STAYING[row]
 
     def between(event: Event) -> bool:
         return event.name in ("load_k", "load_v", "load_tile", "epilogue")
@@ -345,23 +363,33 @@ def test_every_missing_event_between_tiles_is_reported(row: int, shared: bool) -
     assert not missed
 
 
-@pytest.mark.parametrize("schedule", ["lagged", "lockstep"])
-def test_stages_of_ds(schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule, early, needed",
+    [("lagged", False, 3), ("lagged", True, 2), ("lockstep", False, 2)],
+)
+def test_stages_of_ds(schedule: str, early: bool, needed: int) -> None:
     """As many as the plan asks for hold; with one less, a warpgroup writes what the other reads."""
     with pytest.raises(PlanError, match="would overwrite dS"):
         BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 1})
-    cfg = BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 3})
-    needed = cfg.ds_stages_needed
+    cfg = BwdSm90Config(**{**KEYS_ROW, "schedule": schedule, "ds_stages": needed})
+    assert cfg.waits_early == early
+
+    class Room(BwdSm90Config):
+        """The same, with room for more."""
+
+        waits_early = early
+
+    cfg = Room(**{**KEYS_ROW, "schedule": schedule, "ds_stages": 8})
     for stages in (needed, needed - 1):
         right = {
             agent: [
                 replace(e, slot=m % stages) if (m := e.slot) is not None and e.name == "sdS" else e
                 for e in script
             ]
-            for agent, script in scripts(replace(cfg, ds_stages=8), 7).items()
+            for agent, script in scripts(cfg, 7).items()
         }
         if stages == needed:
-            check(replace(cfg, ds_stages=8), right)
+            check(cfg, right)
         else:
             with pytest.raises(ProtocolError, match=r"race: SMEM sdS"):
-                check(replace(cfg, ds_stages=8), right)
+                check(cfg, right)

@@ -23,6 +23,7 @@ HOPPER = arch.get("sm_90a")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS = [(row["head_dim"], row["head_dim_v"]) for row in plan.TILES]
 SHAPES = [(1, 1), (65, 129), (200, 70), (128, 128), (131, 1)]
+DIRECT = {"dq_direct": True, "store_first": False, "scheduler": "single"}
 SCHEDULES = ("late", *(f"random:{seed}" for seed in range(4)), *(f"priority:{s}" for s in range(3)))
 
 
@@ -251,7 +252,7 @@ def test_a_backward_that_reads_too_little_dq_is_caught():
     "change",
     [
         {"late_do": True, "few_fences": True},
-        {"few_fences": True, "dq_direct": True, "q_stages": 3, "do_stages": 3},
+        {"few_fences": True, **DIRECT, "q_stages": 3, "do_stages": 3},
     ],
     ids=lambda change: "-".join(change),
 )
@@ -271,6 +272,8 @@ def test_more_batches_than_a_grid_has_in_its_later_dimensions(monkeypatch):
     grids = []
     monkeypatch.setattr(host.Session, "launch", lambda self, *launch: grids.append(launch[1]))
     monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
+    one_each = dataclasses.replace(plan.config(BwdSpec("bf16", 64, 64, False)), persistent=False)
+    monkeypatch.setattr(tune, "backward", lambda *_: one_each)
     q, out, lse = torch.ones(66000, 1, 1, 64).bfloat16(), None, torch.zeros(66000, 1, 1)
     out = torch.ones_like(q)
     ops.flash_bwd(out, q, q, q, out, lse)

@@ -31,6 +31,7 @@ from fa_cute.bwd.sm90.products import (
     probabilities,
     score_gradient,
     share_ds,
+    share_score_gradient,
     signal_ds,
     spans,
     wait_ds,
@@ -93,7 +94,8 @@ class Lagged:
                     S = self.scores(cx, parts, q_full)
                 at = (m_block, q_full, do_full)
                 self.step(cx, parts, (S, dK, dV), at, lane, (False, masked))
-        dQ = self.query_gradient(cx, parts, blocks.hi - 1, lane)
+        wait_ds(cx, lane.wg, blocks.hi - 1)
+        dQ = self.query_gradient(cx, parts, blocks.hi - 1)
         warpgroup.wait_group(0)
         let_go(cx, self.epilogue, (k, v), True)
         cx.writer.hand_over(cx, dQ, blocks.hi - 1, lane, lane.wg)
@@ -126,14 +128,25 @@ class Lagged:
         rP = operand(cx, S, cx.mmas.dv)
         delta = columns(cx.smem.sDelta[None, do_full.index], c.tile_m, lane)
         warpgroup.wait_group(0)  # dP
-        score_gradient(cx, S, dP, delta)
-        rdS = operand(cx, dP, cx.mmas.dk)
-        # Stage m % 3 was last read by dQ(m - 3): ours was waited for, and the other warpgroup had
-        # waited for its own when it signalled dS(m - 2), which we have waited for.
-        share_ds(cx, parts.ds_copy, parts.tdSsdS[None, None, None, m_block % c.ds_stages], rdS)
+        # A stage of three was last read by dQ(m - 3): ours was waited for, and the other warpgroup
+        # had waited for its own when it signalled dS(m - 2), which we have waited for. Of two by
+        # dQ(m - 2), and it has signalled dS(m - 1) since.
+        to = parts.tdSsdS[None, None, None, m_block % c.ds_stages]
+        if const_expr(c.by_parts):
+            if const_expr(not first and c.waits_early):
+                wait_ds(cx, lane.wg, m_block - 1)
+            rdS = share_score_gradient(cx, (S, dP), delta, parts.ds_copy, to)
+        else:
+            score_gradient(cx, S, dP, delta)
+            rdS = operand(cx, dP, cx.mmas.dk)
+            if const_expr(not first and c.waits_early):
+                wait_ds(cx, lane.wg, m_block - 1)
+            share_ds(cx, parts.ds_copy, to, rdS)
 
         if const_expr(not first):
-            dQ = self.query_gradient(cx, parts, m_block - 1, lane)
+            if const_expr(not c.waits_early):
+                wait_ds(cx, lane.wg, m_block - 1)
+            dQ = self.query_gradient(cx, parts, m_block - 1)
         tdVrdO, tdKrQ = parts.tdVrdO, parts.tdKrQ
         at_first = first or fences
         gemm(cx.mmas.dv, dV, rP, tdVrdO[None, None, None, do_full.index], not first, at_first)
@@ -148,10 +161,9 @@ class Lagged:
         warpgroup.wait_group(0)  # dK
         q_full.release()
 
-    def query_gradient(self, cx: BwdCtx, parts: Parts, m_block, lane: Lane) -> cute.Tensor:
-        """dQ = dS K issued, once the other warpgroup's dS is there; its registers."""
+    def query_gradient(self, cx: BwdCtx, parts: Parts, m_block) -> cute.Tensor:
+        """dQ = dS K issued, the other warpgroup's dS being there; its registers."""
         dQ = accumulator(cx.mmas.dq, cx.cfg.tile_m, cx.cfg.head_dim)
         stage = m_block % cx.cfg.ds_stages
-        wait_ds(cx, lane.wg, m_block)
         gemm(cx.mmas.dq, dQ, parts.tdQrdS[None, None, None, stage], parts.tdQrK, False)
         return dQ

@@ -51,6 +51,7 @@ class BwdSm90Config:
     late_do: dO is waited for when S has been issued ("lagged").
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
     late_stats: row statistics are loaded after the products that they wait with: fewer registers.
+    by_parts: dS is made and stored 16 columns at a time, not made first ("lagged").
     schedule: of the "keys" split: "lagged" (dQ one step late) or "lockstep" (see there).
     pair: two CTAs with neighbouring keys exchange dS, and each adds half of the columns of dQ for
         the keys of both ("roles").
@@ -72,6 +73,7 @@ class BwdSm90Config:
     late_do: bool = False
     few_fences: bool = False
     late_stats: bool = False
+    by_parts: bool = False
     schedule: str = "lagged"
     pair: bool = False
     multicast: bool = False
@@ -143,8 +145,16 @@ class BwdSm90Config:
 
     @property
     def ds_stages_needed(self) -> int:
-        """dS of a step and of those whose dQ the other warpgroup may not have finished."""
-        return 2 if self.by_role or self.schedule == "lockstep" else 3
+        """dS of a step, and of the one before, whose dQ the other warpgroup may not have
+        finished."""
+        return 2
+
+    @property
+    def waits_early(self) -> bool:
+        """ "lagged": whether a warpgroup waits for the other's dS of the step before as soon as it
+        would write its own, over the one before that. With a stage more it waits when it needs it.
+        """
+        return self.schedule == "lagged" and self.ds_stages == 2
 
     @property
     def tile_n(self) -> int:
@@ -321,18 +331,43 @@ UNORDERED = {
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
-# The same for dense batches without windows. 64: nobody zeroes dQ. 128: a persistent kernel, with a
-# slot more for Q, since its load warp knows less beforehand; in order only without a limit. 192 and
-# more: pairs of CTAs, half of the additions to dQ.
+# Full and causal masks, by (head dim, whether the order is kept, causal). Up to 128 a persistent
+# kernel, with a slot more for Q, since its load warp knows less beforehand; at 64 and 96 dS gives
+# way for that. 192 and more: pairs of CTAs, half of the additions to dQ. Measured, each row beside
+# its variants (NOTES: "The two warpgroups' phase").
 STAY = {"persistent": True, "q_stages": 3}
-PLAIN_UNORDERED = {
-    **UNORDERED,
-    64: ORDERED,
-    128: {**UNORDERED[128], **STAY},
-    192: {**UNORDERED[192], "pair": True},
-    256: {**UNORDERED[256], "pair": True, "do_stages": 1},
+LESS_DS = {**STAY, "ds_stages": 2}
+PARTS = {"by_parts": True}
+FIRST = {"store_first": True}
+# 64: dQ through shared memory after all.
+BUFFERED = {"dq_direct": False, "store_warps": 2, "few_fences": True, "late_stats": False}
+REGULAR = {
+    (64, False, False): {**LESS_DS, **BUFFERED},
+    (64, False, True): {**LESS_DS, **BUFFERED},
+    (64, True, False): LESS_DS,
+    (64, True, True): LESS_DS,
+    (96, False, False): LESS_DS,
+    (96, True, False): {**LESS_DS, "schedule": "lagged"},
+    (96, True, True): {**LESS_DS, "schedule": "lagged"},
+    (96, False, True): {**LESS_DS, **PARTS},
+    (128, False, False): STAY,
+    (128, False, True): {**LESS_DS, **PARTS, **FIRST, "store_warps": 3},
+    (128, True, False): STAY,
+    (128, True, True): {**LESS_DS, **PARTS, "store_warps": 3},
+    (192, False, False): {"pair": True},
+    (192, False, True): {"pair": True},
+    (256, False, False): {"pair": True, "do_stages": 1},
+    (256, False, True): {"pair": True, "do_stages": 1},
 }
-FULL_ORDERED = {128: STAY}
+# The same of sequences, where it is another row.
+LISTED = {
+    (64, False, True): {**LESS_DS, **BUFFERED, **FIRST},
+    (128, False, False): {**LESS_DS, **PARTS},
+    (128, False, True): {**STAY, **PARTS, **FIRST, "store_warps": 3},
+    (128, True, False): {**STAY, **PARTS},
+    (128, True, True): {**STAY, **PARTS, "store_warps": 3},
+    (192, False, True): {},
+}
 
 # What a mask with a limit on the left takes besides, whose limits are in registers.
 TWO_LIMITS = {64: {"few_fences": False, "late_stats": True}, 128: {"late_stats": True}}
@@ -352,7 +387,7 @@ def faster_in_order(spec: BwdSpec) -> bool:
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
-    plain = not (spec.varlen or any(spec.window) or spec.custom)
+    regular = not (any(spec.window) or spec.custom)
     for row in TILES:
         d = row["head_dim"]
         if spec.head_dim > d or spec.head_dim_v > row["head_dim_v"]:
@@ -361,12 +396,11 @@ def config(spec: BwdSpec) -> BwdSm90Config:
             row = {**row, **TWO_LIMITS.get(d, {})}
             if spec.deterministic:
                 row = {**row, **TWO_LIMITS_ORDERED.get(d, {})}
-        if spec.deterministic:
-            row = {**row, **ORDERED}
-            if plain and not spec.causal:
-                row = {**row, **FULL_ORDERED.get(d, {})}
-        else:
-            row = {**row, **(PLAIN_UNORDERED if plain else UNORDERED).get(d, {})}
+        row = {**row, **(ORDERED if spec.deterministic else UNORDERED.get(d, {}))}
+        if regular:
+            kind = d, spec.deterministic, spec.causal
+            tuned = REGULAR.get(kind, {})
+            row = {**row, **(LISTED.get(kind, tuned) if spec.varlen else tuned)}
         order = "single"
         if row.get("store_first"):
             order = "spt" if descends(spec.band(0, 0)) else "ascending"

@@ -157,8 +157,14 @@ def spans(blocks, start):
 @cute.jit
 def score_gradient(cx: BwdCtx, P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
     """dP <- P * (dP - delta), in place."""
+    score_gradient_of(P, dP, delta, range(cx.cfg.tile_m // 8))
+
+
+@cute.jit
+def score_gradient_of(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor, eights):
+    """The same for some columns, counted in eights."""
     rP, rdP = flat(P), flat(dP)
-    for j in cutlass.range_constexpr(cx.cfg.tile_m // 8):
+    for j in eights:
         for i in cutlass.range_constexpr(2):
             for h in cutlass.range_constexpr(2):
                 r = 4 * j + 2 * h + i
@@ -194,6 +200,28 @@ def share_ds(cx: BwdCtx, copy: cute.TiledCopy, to: cute.Tensor, rdS: cute.Tensor
     source = cute.make_tensor(rdS.iterator, cute.make_layout(shape))
     cute.copy(copy, copy.retile(source), to)
     cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through the async proxy
+
+
+@cute.jit
+def share_score_gradient(cx: BwdCtx, products, delta, copy: cute.TiledCopy, to: cute.Tensor):
+    """`score_gradient` of ``products`` = (P, dP), `operand` and `share_ds` in one, 16 columns at a
+    time: the first ones are on their way to shared memory while the last ones are computed.
+    """
+    P, dP = products
+    rdS = cute.make_rmem_tensor(
+        cx.mmas.dk.partition_shape_A((cx.cfg.tile_n, cx.cfg.tile_m)), cx.smem.sQ.element_type
+    )
+    shape = cx.mmas.sdp.partition_shape_C((cx.cfg.tile_n, cx.cfg.tile_m))
+    source = copy.retile(cute.make_tensor(rdS.iterator, cute.make_layout(shape)))
+    for part in cutlass.range_constexpr(cx.cfg.tile_m // 16):
+        score_gradient_of(P, dP, delta, range(2 * part, 2 * part + 2))
+        eight = cute.make_layout(8)
+        new, old = (cute.make_tensor(x.iterator + 8 * part, eight) for x in (rdS, dP))
+        new.store(old.load().to(rdS.element_type))
+        at = ((None, part), None, None)  # one instruction's registers of each thread
+        cute.copy(copy, source[at], to[at])
+    cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through the async proxy
+    return rdS
 
 
 def ds_copy(cx: BwdCtx) -> cute.TiledCopy:
