@@ -62,6 +62,7 @@ class Case:
     dtype: torch.dtype = BF16
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    deterministic: bool = True
 
     @property
     def options(self) -> dict:
@@ -109,7 +110,7 @@ class Call:
             seqused_q=used[0],
             seqused_k=used[1],
             **case.options,
-            deterministic=True,
+            deterministic=case.deterministic,
             return_lse=True,
             backend=self.backend,
         )

@@ -12,7 +12,7 @@ first and writes into a workspace of int32:
 Order: sequences by descending length (in blocks that a tile visits, `CLASSES` of them; equal ones
 in the order of the batch), a sequence's tiles together, since they share K and V. Where what the
 heads of the longest sequence read does not fit in L2 at once, sequences are done in sections of
-heads; an entry stands for all heads of a section, which are the fastest index.
+heads (`Work.section`); an entry stands for all heads of a section, which are the fastest index.
 
 Where a fixed set of CTAs gets the tiles in turn, every other round backwards (`Varlen`), entries
 are sorted once more, longest first, within chunks that fill whole pairs of rounds: then all CTAs
@@ -39,6 +39,7 @@ from .snake import LONG_SECTION_BYTES, SnakeWalk
 CLASSES = 256  # of lengths that the order tells apart
 HEADER_INTS = 8
 ENTRY_INTS = 4  # sequence, block, first head, blocks it visits: one load of 16 bytes
+SHORT_ROWS = 2048  # of which the heads that fit in L2 may be side by side whatever the order
 MOST_DEALT = 4  # heads of a section, where tiles are dealt
 MOST_CHUNK = 320  # entries that are sorted together: two rounds of 160 CTAs
 
@@ -53,7 +54,7 @@ class Work:
     bytes_per_row: int  # that a tile reads for each row of the other side: sizes L2 sections
     descending: bool  # blocks of a sequence from the last to the first
     owners: bool = False  # write the lists of owners
-    alone: bool = False  # a section has one unit, see `section`
+    alone: bool = False  # long sequences are done one unit at a time, see `section`
 
     def tiles_q(self, length: Any) -> Any:
         return ceil_div(length, self.tile_q)
@@ -92,15 +93,15 @@ class Work:
         A unit is what shares the rows of the other side: the query heads of a kv head (forward),
         one query head (backward). With ``num_sms`` (see `lists`) sections are small: tiles that are
         sorted together are of several, and these have to end where two rounds of CTAs do. Of a mask
-        without limits they are one unit, and so if ``alone``: tiles need no balance, and neighbours
-        that read the same rows at once ask L2 for them once (measured: at 16k two heads ask 1.4
-        times as often). Where tiles of a head wait for each other, several are better.
+        without limits they are one unit, since its tiles need no balance, and neighbours that read
+        the same rows at once ask L2 for them once (measured: at 16k two heads ask 1.4 times as
+        often); without ``num_sms`` that is so where ``alone``, if there are many rows.
         """
-        one_tile = at_most(longest, self.tile_q if self.owner == "q" else self.tile_k)
-        if self.alone:
-            fit = 1
-        elif num_sms is None:
-            fit, one_tile = heads_in_l2(longest, self.bytes_per_row, units), 0
+        if num_sms is None:
+            fit = heads_in_l2(longest, self.bytes_per_row, units)
+            if self.alone:
+                fit = 1 + at_most(longest, SHORT_ROWS) * (fit - 1)
+            all_fit = at_most(units, fit)
         else:
             fit, power, rows = 1, 2, LONG_SECTION_BYTES // self.bytes_per_row
             while power <= MOST_DEALT and not mask.unlimited:
@@ -108,8 +109,8 @@ class Work:
                 fit = fit + (power // 2) * bytes_fit
                 power *= 2
             fit = lo(fit, hi(lowest_bit(2 * num_sms | MOST_DEALT) // heads_per_unit, 1))
-        # Of one tile per head and sequence none shares anything with another.
-        all_fit = hi(at_most(units, fit), one_tile)
+            # Of one tile per head and sequence none shares anything with another.
+            all_fit = hi(at_most(units, fit), at_most(longest, self.tile_q))
         found = lo(lowest_bit(units), fit)
         return (found + all_fit * (units - found)) * heads_per_unit
 

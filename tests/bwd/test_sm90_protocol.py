@@ -9,12 +9,14 @@ and dV and the other dS and dK, in turns on the tensor core.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90.plan import (
     CONSUMERS,
     ORDERED,
@@ -23,6 +25,7 @@ from fa_cute.bwd.sm90.plan import (
     TILES,
     UNORDERED,
     BwdSm90Config,
+    config,
 )
 from fa_cute.errors import PlanError
 from fa_cute.plan.check import check
@@ -64,6 +67,16 @@ VARIANTS = (
     {**KEYS_ROW, **ORDERED, **STAY, "scheduler": "ascending", "ds_stages": 2},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
+# And those of the table, for lists of sequences too; test_sm90_pair_protocol.py has the pairs.
+TABLE = {
+    f"{d}-{'causal' if causal else 'full'}-{'in order' if order else 'any order'}-{kind}": config(
+        BwdSpec("bf16", d, d, causal, 1, order, varlen=kind == "list")
+    )
+    for d in (64, 96, 128)
+    for causal, order in itertools.product((False, True), (False, True))
+    for kind in ("dense", "list")
+}
+CONFIGS += [c for c in dict.fromkeys(TABLE.values()) if c not in CONFIGS]
 LOCKSTEP = VARIANTS.index(LOCKSTEP_ROW)
 ONE_TILE = [c for c in CONFIGS if not c.persistent]
 STAYING = [c for c in CONFIGS if c.persistent]
@@ -74,7 +87,10 @@ Tiles = tuple[tuple[int, int], ...]
 
 def name(cfg: BwdSm90Config) -> str:
     """Of a test: the row that a config was made of."""
-    return "-".join(str(x) for x in VARIANTS[CONFIGS.index(cfg)].values())
+    index = CONFIGS.index(cfg)
+    if index < len(VARIANTS):
+        return "-".join(str(x) for x in VARIANTS[index].values())
+    return next(row for row, c in TABLE.items() if c == cfg)
 
 
 def load(cfg: BwdSm90Config, tiles: Tiles) -> list[Event]:
@@ -83,6 +99,7 @@ def load(cfg: BwdSm90Config, tiles: Tiles) -> list[Event]:
     out, step = [] if cfg.persistent else k, 0
     for number, (first, end) in enumerate(tiles):
         out += hand_out(cfg, number)
+        out += [*k, *v] if cfg.persistent and first == end else []
         for m in range(first, end):
             q, do = step % cfg.q_stages, step % cfg.do_stages
             out += [acquire("load_q"), write("sQ", q), write("sLse", q), commit("load_q")]
@@ -213,6 +230,8 @@ class Warpgroup:
     def tile(self, first: int, end: int) -> list[Event]:
         if self.cfg.by_role:
             return self.by_role(first, end)
+        if first == end:  # of a sequence without queries
+            return [wait("load_k"), wait("load_v"), *self.freed(True)]
         if self.cfg.schedule == "lagged":
             return [wait("load_k"), *self.lagged(first, end)]
         return [wait("load_k"), wait("load_v"), *self.lockstep(first, end)]
@@ -299,9 +318,13 @@ def test_no_deadlock_overrun_or_race(cfg: BwdSm90Config, steps: int) -> None:
 
 @pytest.mark.parametrize("cfg", STAYING, ids=name)
 @settings(max_examples=6, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=4), st.booleans())
 def test_tile_after_tile(cfg: BwdSm90Config, tiles, shared: bool) -> None:
-    """Of any first block and number of blocks, an odd one too; kv heads shared or not."""
+    """Of any first block and number of blocks, an odd one too, or none, which only lists have; kv
+    heads shared or not.
+    """
+    if cfg.by_role or cfg.schedule != "lagged":
+        tiles = [(lo, max(n, 1)) for lo, n in tiles]
     check(cfg, scripts(cfg, tuple((lo, lo + n) for lo, n in tiles), shared), seeds=1)
 
 
@@ -351,9 +374,12 @@ def test_every_missing_event_is_reported(cfg: BwdSm90Config) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["store", "add"])
-@pytest.mark.parametrize("row", [2, 1, 5], ids=["lagged", "lockstep", "roles"])
-def test_every_missing_event_between_tiles_is_reported(row: int, shared: bool) -> None:
-    cfg = STAYING[row]
+@pytest.mark.parametrize(
+    "cfg",
+    [STAYING[2], STAYING[1], STAYING[5], *(c for c in STAYING if c.waits_early)],
+    ids=name,
+)
+def test_every_missing_event_between_tiles_is_reported(cfg: BwdSm90Config, shared: bool) -> None:
 
     def between(event: Event) -> bool:
         return event.name in ("load_k", "load_v", "load_tile", "epilogue")

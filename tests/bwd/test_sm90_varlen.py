@@ -181,29 +181,45 @@ class Persistent(Batch):
     arch = replace(HOPPER, num_sms=2)
 
 
-@pytest.fixture
-def persistent(monkeypatch):
-    def row(spec, *_):
-        return replace(plan.config(spec), persistent=True, q_stages=3)
-
-    monkeypatch.setattr(tune, "backward", row)
+def row(head_dim, causal, ratio=1, **options) -> BwdSpec:
+    return BwdSpec("bf16", head_dim, head_dim, causal, ratio, **options)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_persistent_against_float64(causal, persistent):
-    spec = BwdSpec("bf16", 128, 128, causal)
-    batch = Persistent(spec, window=(None, 0) if causal else (None, None))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        row(64, False),
+        row(64, True, 2),  # the first of a tile stores
+        row(96, True),
+        row(96, False, deterministic=True),
+        row(128, False, 2),
+        row(128, True),
+        row(192, False),  # pairs
+        row(256, True, 2),
+    ],
+    ids=lambda s: f"{s.head_dim}-{s.causal}-{s.qhead_per_kvhead}-{s.deterministic}",
+)
+def test_rows_of_the_table_against_float64(spec, monkeypatch):
+    """Tile after tile where they are persistent; a CTA or cluster at a time, too."""
+    window = (None, 0) if spec.causal else (None, None)
+    batch = Persistent(spec, window=window, heads_kv=2 if spec.head_dim < 192 else 1)
     batch.check(batch.run())
+    monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", "late")
+    batch = Persistent(spec, ([0, 70, 130], [150, 0, 200]), window=window)
+    with host.session(batch.arch, dsl=False, resident=1):
+        batch.check(batch.run())
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, persistent, monkeypatch):
+def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, monkeypatch):
     spec = BwdSpec("bf16", 128, 128, True, ratio, deterministic=True)
     batch = Persistent(spec, window=(None, 0))
+    assert plan.config(replace(spec, varlen=True)).persistent
     grads = batch.run()
     batch.check(grads)
     for schedule in ("late", "random:3", "priority:1"):
         monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
         assert all(map(torch.equal, grads, batch.run())), schedule
-    monkeypatch.setattr(tune, "backward", lambda spec, *_: plan.config(spec))
+    one = {"persistent": False}
+    monkeypatch.setattr(tune, "backward", lambda spec, *_: replace(plan.config(spec), **one))
     assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))

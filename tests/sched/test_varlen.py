@@ -86,9 +86,9 @@ def check(work: Work, batch, heads: int, per: int, mask: Band, num_sms: int) -> 
 
 @checked
 @given(owners, tiles, tiles, batches, masks, st.sampled_from(((1, 1), (6, 2), (5, 1), (8, 4))),
-       st.sampled_from((1, 5, 132)), st.sampled_from((1, 2**19, 2**23)))  # fmt: skip
-def test_every_tile_once(owner, tile_q, tile_k, batch, mask, heads, num_sms, row_bytes) -> None:
-    work = Work(owner, tile_q, tile_k, row_bytes, descending=True)
+       st.sampled_from((1, 5, 132)), st.sampled_from((1, 2**19, 2**23)), st.booleans())  # fmt: skip
+def test_every_tile_once(owner, tile_q, tile_k, batch, mask, heads, num_sms, row_bytes, alone):
+    work = Work(owner, tile_q, tile_k, row_bytes, descending=True, alone=alone)
     check(work, batch, heads[0], heads[1], mask, num_sms)
 
 
@@ -261,6 +261,10 @@ def test_heads_of_a_section_fit_in_l2() -> None:
             assert dealt.chunk(width, num_sms) * width % (2 * num_sms) == 0
         full = dealt.section(Band(), longest, heads // per, per, num_sms)
         assert full == (want if longest <= 192 else per)  # one kv head at a time
+    alone = Work("k", 64, 128, 1024, descending=False, alone=True)
+    for longest, want in ((16384, 1), (4096, 1), (2048, 16), (34, 24)):
+        for mask in (Band(), Band(right=0)):
+            assert alone.section(mask, longest, 48 if longest > 34 else 24, 1) == want
     band = Band(left=1024, right=0)
     window = work.seen(band, 16384)
     assert window == 1024 + 128 and work.section(band, window, 32, 1) == 32

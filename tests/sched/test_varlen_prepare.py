@@ -220,6 +220,14 @@ def test_long_sequences_go_in_sections_and_thousands_are_listed() -> None:
         assert "Prepare" in listing.kernel and listing.instructions < 150_000
 
 
+def test_heads_one_at_a_time_where_sequences_are_long() -> None:
+    rng, walker = random.Random(2), Walker(replace(BACKWARD, alone=True), once=True)
+    with host.session("sm_90a"):
+        compiled = compile_walker(walker, FULL, (None, None))
+        for count, longest, heads in ((3, 5000, 3), (40, 2500, 2), (33, 900, 4), (1100, 40, 2)):
+            check(compiled, walker, packed(rng, count, longest, FULL), (heads, 1), (None, None))
+
+
 @pytest.mark.parametrize(("count", "length", "most"), [(32, 1024, 12_000), (2, 16_384, 8_000)])
 def test_few_sequences_are_listed_by_a_few_instructions(count: int, length: int, most: int) -> None:
     """Warp instructions of the whole CTA, of which a fifth is what one warp does alone."""

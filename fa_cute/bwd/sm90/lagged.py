@@ -6,7 +6,8 @@
 
 dQ of a step needs the dS of both warpgroups. A whole step later it is there without anybody
 waiting, so the warpgroups may be up to a step apart, and one computes exp2 while the other has the
-tensor core.
+tensor core. With two stages of dS it is waited for before our own is written: three quarters of a
+step.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ class BwdSm90Config:
             )
         if self.store_warps not in (1, 2, 3):
             raise PlanError(f"store_warps is {self.store_warps}; 1 to 3, beside the load warp")
+        if self.by_parts and (self.by_role or self.schedule != "lagged"):
+            raise PlanError(f"by_parts with {self.split!r}, {self.schedule!r}; 'keys', 'lagged'")
         if self.pair and not (self.by_role and self.dq_split == "cols" and self.ds_stages == 2):
             raise PlanError(
                 f"pair with split {self.split!r}, dq_split {self.dq_split!r}, ds_stages "
@@ -154,7 +156,7 @@ class BwdSm90Config:
         """ "lagged": whether a warpgroup waits for the other's dS of the step before as soon as it
         would write its own, over the one before that. With a stage more it waits when it needs it.
         """
-        return self.schedule == "lagged" and self.ds_stages == 2
+        return not self.by_role and self.schedule == "lagged" and self.ds_stages == 2
 
     @property
     def tile_n(self) -> int:
@@ -332,9 +334,9 @@ UNORDERED = {
     256: {"dq_direct": True, "do_stages": 2},
 }
 # Full and causal masks, by (head dim, whether the order is kept, causal). Up to 128 a persistent
-# kernel, with a slot more for Q, since its load warp knows less beforehand; at 64 and 96 dS gives
-# way for that. 192 and more: pairs of CTAs, half of the additions to dQ. Measured, each row beside
-# its variants (NOTES: "The two warpgroups' phase").
+# kernel, with a slot more for Q, since its load warp knows less beforehand; at 64 a stage of dS
+# gives way for that, elsewhere two of them were faster. 192 and more: pairs of CTAs, half of the
+# additions to dQ. Measured, each row beside its variants (NOTES: "The two warpgroups' phase").
 STAY = {"persistent": True, "q_stages": 3}
 LESS_DS = {**STAY, "ds_stages": 2}
 PARTS = {"by_parts": True}
