@@ -143,13 +143,16 @@ class Prepare:
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
         return made
 
     @cute.kernel
     def kernel(self, a: Inputs):
-        # A main kernel may set itself up now; it waits for the end of this one before it reads.
+        # A main kernel may set itself up now; it waits for the end of this one before it reads. So
+        # does this one for the kernel before it, which may let it be launched ahead.
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         cta = cute.arch.block_idx()[0]
         m = shared()
         if cta == 0:

@@ -171,6 +171,7 @@ class FwdSm90:
         )
         if const_expr(self.spec.varlen):
             cute.arch.griddepcontrol_wait()  # for all that the kernel before wrote: the list
+            cute.arch.griddepcontrol_launch_dependents()  # the list of a call after this one
             # Three loads, each of which says where the next one goes, take as long as the set-up,
             # and go on beside it.
             first = cx.tile_of(cx.scheduler())
