@@ -118,11 +118,6 @@ def stores_first(cfg: Any) -> bool:
     return getattr(cfg, "store_first", False)
 
 
-def own_turns(cfg: Any) -> bool:
-    """Whether each half of a dQ tile has a turn of its own; these are counted in dq."""
-    return getattr(cfg, "own_turns", False)
-
-
 def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     """Lay the scratch arrays out; ``cfg`` has ``tile_m, tile_n, head_dim, head_dim_v`` (padded head
     dims).
@@ -138,8 +133,7 @@ def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:
     dq_count = dv + _aligned(rows_k * cfg.head_dim_v)
     # CTAs of a pair add to different rows of a dQ tile, each in its own order.
     counts_q = n.heads * num_m * getattr(cfg, "ctas", 1)
-    in_workspace = spec.deterministic and not own_turns(cfg)
-    dkv_count = dq_count + (_aligned(counts_q) if in_workspace else 0)
+    dkv_count = dq_count + (_aligned(counts_q) if spec.deterministic else 0)
     counts_kv = n.heads_kv * num_n if spec.deterministic and spec.shares_kv else 0
     size = dkv_count + _aligned(counts_kv)
     return Workspace(lse, delta, dq, dk, dv, dq_count, dkv_count, size)

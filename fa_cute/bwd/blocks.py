@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
-
 from fa_cute.ops.arith import ceil_div
 from fa_cute.sched import Tile
 
@@ -58,6 +55,8 @@ class Grid:
 
     def here(self, cut: Cut) -> tuple[Block, Any]:
         """(block, head) of this CTA, in a kernel."""
+        import cutlass.cute as cute
+
         index = cute.arch.block_idx()[0]
         after = index // self.heads
         return self.blocks.at(self.num_blocks - 1 - after, cut), index - after * self.heads
@@ -96,6 +95,8 @@ class Listed:
         return self.owner.shape[0] * cut.per_tile
 
     def at(self, index: Any, cut: Cut) -> Block:
+        import cutlass
+
         tile = index // cut.per_tile
         valid = tile < self.header[0, 2 if cut.side == "q" else 3]
         # Nobody wrote owners past the last tile.

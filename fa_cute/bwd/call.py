@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from fa_cute import sched
-from fa_cute.bwd.args import BwdSpec, Sizes, Workspace, own_turns, stores_first, workspace
+from fa_cute.bwd.args import BwdSpec, Sizes, Workspace, stores_first, workspace
 from fa_cute.bwd.blocks import Counted, Cut, Grid, Listed
 from fa_cute.bwd.postprocess import BwdPostprocess
 from fa_cute.bwd.preprocess import BwdPreprocess
@@ -59,11 +59,10 @@ class Call:
 
     @property
     def firsts(self) -> Any:
-        """Where `first_of` finds whether a dQ tile was begun, or how many have added to each half
-        of it, if nothing else counts that; else None.
+        """Where `first_of` finds whether a dQ tile was begun, if nothing else counts who adds to
+        it; else None.
         """
-        counted = self.spec.deterministic and not own_turns(self.cfg)
-        return self.dq if stores_first(self.cfg) and not counted else None
+        return self.dq if stores_first(self.cfg) and not self.spec.deterministic else None
 
     def section(self, name: str, dtype=Float32) -> cute.Pointer:
         """Start of a section of the workspace, by its field in `Workspace`."""

@@ -117,11 +117,10 @@ class BwdPreprocess:
 
     @cute.jit
     def zero_first(self, dq: cute.Tensor, block, head):
-        """Nobody has begun the dQ tile whose first rows are this block's, nor a half of it."""
+        """Nobody has begun the dQ tile whose first rows are this block's."""
         if block.number % self.cut.per_tile + cute.arch.thread_idx()[0] == 0:
             first = first_of(dq, block.lengths, head, block.number * ROWS)
-            for half in cutlass.range_constexpr(2):
-                cute.make_tensor(first + half, cute.make_layout(1))[0] = Int32(0)
+            cute.make_tensor(first, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def zero_unseen(self, unseen: Unseen, where):

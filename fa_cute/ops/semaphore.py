@@ -40,8 +40,7 @@ def int32_at(pointer: cute.Pointer) -> cute.Pointer:
 
 
 def first_of(dq: cute.Tensor, lengths, head, row) -> cute.Pointer:
-    """A mark for the dQ tile that begins with a row: 1 once somebody has stored to it, or two
-    counters of who has added to its halves. It lies where that row of the gradient comes at last,
-    in its first 8 bytes, so it takes no memory.
+    """A mark for the dQ tile that begins with a row: 1 once somebody has stored to it. It lies
+    where that row of the gradient comes at last, in its first 4 bytes, so it takes no memory.
     """
     return int32_at(cute.domain_offset((row, 0), lengths.plain(dq, "q", head)).iterator)

@@ -103,10 +103,12 @@ def test_thousands_of_sequences_cost_what_they_are() -> None:
     """Linear: twice the sequences take at most three times as long (a quadratic scan: four)."""
     work, seconds = Work("q", 128, 128, 512, descending=True), []
     for count in (8192, 16384):
-        batch = [(34, 34)] * count
-        start = time.process_time()
-        order, made = order_of(work, batch, 16, 1, Band())
-        seconds.append(time.process_time() - start)
+        batch, tries = [(34, 34)] * count, []
+        for _ in range(3):  # what else the machine does comes on top
+            start = time.process_time()
+            order, made = order_of(work, batch, 16, 1, Band())
+            tries.append(time.process_time() - start)
+        seconds.append(min(tries))
         assert made.header[0][:2] == (count, 16)
         assert order.at(16 * 5000 + 3) == Tile(0, 3, 5000, True)
     assert seconds[1] < 3 * seconds[0]

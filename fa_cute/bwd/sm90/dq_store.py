@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from fa_cute.bwd.sm90.ctx import BwdCtx
-from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS
+from fa_cute.bwd.sm90.plan import WARPGROUP_THREADS
 from fa_cute.bwd.sm90.tiles import done, handed
 from fa_cute.ops import mask
 from fa_cute.ops.reduce import add_f32x4, bulk_add_f32, bulk_store
@@ -28,17 +28,11 @@ class AnyOrder:
         """Nobody is the first."""
         return Int32(1)
 
-    def begin(self, cx: BwdCtx, m_block, rank, half=0):
+    def begin(self, cx: BwdCtx, m_block, rank):
         """Nothing to wait for."""
 
-    def end(self, cx: BwdCtx, m_block, rank, half=0):
+    def end(self, cx: BwdCtx, m_block, rank):
         """Nobody to tell."""
-
-
-def mark_of(cx: BwdCtx, m_block, half):
-    """The mark of a dQ tile, or of one half of it where halves have turns of their own."""
-    mark = first_of(cx.g.firsts, cx.lengths, cx.tile.head, m_block * cx.cfg.tile_m)
-    return mark + half if cx.cfg.own_turns else mark
 
 
 def rank_of(cx: BwdCtx, m_block):
@@ -61,19 +55,23 @@ class FirstStores:
         return rank_of(cx, m_block)
 
     @cute.jit
-    def begin(self, cx: BwdCtx, m_block, rank, half=0):
+    def begin(self, cx: BwdCtx, m_block, rank):
         """All but the first wait for the first."""
         if rank > 0:
-            wait_first(mark_of(cx, m_block, half))
+            wait_first(self.first(cx, m_block))
             cute.arch.fence_proxy("async.global")
 
     @cute.jit
-    def end(self, cx: BwdCtx, m_block, rank, half=0):
+    def end(self, cx: BwdCtx, m_block, rank):
         """What was stored must be there before anybody adds to it."""
         if rank == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async.global")
-            pass_turn(mark_of(cx, m_block, half))
+            pass_turn(self.first(cx, m_block))
+
+    def first(self, cx: BwdCtx, m_block):
+        """Whether a dQ tile was begun."""
+        return first_of(cx.g.firsts, cx.lengths, cx.tile.head, m_block * cx.cfg.tile_m)
 
 
 @dataclass(frozen=True)
@@ -84,27 +82,21 @@ class Turnstile:
         """How many KV blocks add to a dQ tile before this one."""
         return rank_of(cx, m_block)
 
-    def counter(self, cx: BwdCtx, m_block, half):
-        """Where it is counted who has added: in the workspace, or where the tile's mark is."""
-        if cx.cfg.own_turns:
-            return mark_of(cx, m_block, half)
-        return cx.g.dq_count + cx.dq_tile(m_block)
-
     @cute.jit
-    def begin(self, cx: BwdCtx, m_block, rank, half=0):
+    def begin(self, cx: BwdCtx, m_block, rank):
         """Wait for the KV blocks before this one."""
-        wait_turn(self.counter(cx, m_block, half), rank)
+        wait_turn(cx.g.dq_count + cx.dq_tile(m_block), rank)
         # what the turn before us added was written by its bulk engine and is read by ours
         cute.arch.fence_proxy("async.global")
 
     @cute.jit
-    def end(self, cx: BwdCtx, m_block, rank, half=0):
+    def end(self, cx: BwdCtx, m_block, rank):
         """The additions themselves must be complete, not just the buffer read, before the next
         turn.
         """
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.fence_proxy("async.global")
-        pass_turn(self.counter(cx, m_block, half))
+        pass_turn(cx.g.dq_count + cx.dq_tile(m_block))
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ class Buffered:
         """A consumer warpgroup's chunk into its buffer, once the store warp has drained it."""
         vectors, num = cx.cfg.dq_chunks.vectors, cx.cfg.full_barriers
         empty = cx.barrier_id("dq_empty_0") + lane.wg
-        full = cx.barrier_id("dq_full_00") + num * lane.wg + cx.cfg.store_warp(m_block, lane.wg)
+        full = cx.barrier_id("dq_full_00") + num * lane.wg + m_block % num
         cute.arch.barrier(barrier_id=empty, number_of_threads=STORE_THREADS)
         to = (cx.smem.sdQ[None, lane.wg % cx.cfg.dq_buffers].iterator + lane.t * 4).align(16)
         layout = cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP_THREADS))
@@ -146,9 +138,8 @@ class Direct:
 
 @dataclass(frozen=True)
 class DqStore:
-    """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s,
-    every third half of one (`own_turns`) or warpgroup s's half of all (`own_store`). Waits
-    dq_full_<w><s>, adds the chunk to the
+    """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s, or
+    warpgroup s's half of all (`own_store`). Waits dq_full_<w><s>, adds the chunk to the
     accumulator, signals dq_empty_<w>; persistent: waits load_tile and releases it."""
 
     @cute.jit
@@ -184,8 +175,6 @@ class DqStore:
         """This warp's part of a tile."""
         if cx.cfg.own_store:
             self.chunks(cx, turn)
-        elif cx.cfg.own_turns:
-            self.halves(cx, turn)
         else:
             self.tile(cx, turn)
 
@@ -204,30 +193,6 @@ class DqStore:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             self.drained(cx, wg)
-
-    @cute.jit
-    def halves(self, cx: BwdCtx, turn):
-        """Every third half of the query blocks of a tile, each in an order of its own."""
-        c, blocks = cx.cfg, cx.q_blocks()
-        first = CONSUMERS * blocks.lo + (turn + blocks.lo) % c.store_warps
-        full, elected = cx.barrier_id("dq_full_00") + turn, cute.arch.lane_idx() == 0
-        if const_expr(not c.persistent):
-            self.begin(cx, turn)
-        for i in cutlass.range(first, CONSUMERS * blocks.hi, c.store_warps, unroll=1):
-            m_block, half = i // CONSUMERS, i % CONSUMERS
-            to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
-            rank = cx.writer.order.rank(cx, m_block)
-            if elected:
-                cx.writer.order.begin(cx, m_block, rank, half)
-            ready = full + c.full_barriers * half
-            cute.arch.barrier(barrier_id=ready, number_of_threads=STORE_THREADS)
-            if elected:
-                self.write(cx, to + half * c.dq_chunks.chunk_floats, half, rank)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            self.drained(cx, half)
-            if elected:
-                cx.writer.order.end(cx, m_block, rank, half)
 
     @cute.jit
     def tile(self, cx: BwdCtx, turn):

@@ -47,8 +47,6 @@ class BwdSm90Config:
     store_warps: warps that add dQ. In turn where an order is kept: a turn takes longer than a step
         (wait for it, add, wait until all is added, pass it on), so the next one must overlap. Else
         one for each consumer warpgroup, so that neither's buffer is emptied with the other's.
-    own_turns: each warpgroup's half of a dQ tile is added by itself, in an order of its own: a turn
-        does not wait for the other half. Three store warps have one half after the other.
     store_first: the first in the order stores instead of adding, and nobody zeroes the accumulator.
     late_do: dO is waited for when S has been issued ("lagged").
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
@@ -71,7 +69,6 @@ class BwdSm90Config:
     dq_split: str = "cols"
     dq_direct: bool = False
     store_warps: int = 1
-    own_turns: bool = False
     store_first: bool = False
     late_do: bool = False
     few_fences: bool = False
@@ -101,8 +98,6 @@ class BwdSm90Config:
             )
         if self.store_warps not in (1, 2, 3):
             raise PlanError(f"store_warps is {self.store_warps}; 1 to 3, beside the load warp")
-        if self.own_turns and not (self.store_first and self.store_warps == 3 and not self.by_role):
-            raise PlanError("own_turns without store_first, three store warps or the 'keys' split")
         if self.by_parts and (self.by_role or self.schedule != "lagged"):
             raise PlanError(f"by_parts with {self.split!r}, {self.schedule!r}; 'keys', 'lagged'")
         if self.pair and not (self.by_role and self.dq_split == "cols" and self.ds_stages == 2):
@@ -222,12 +217,6 @@ class BwdSm90Config:
         """Barriers of a warpgroup that tell of its dQ: of the store warps in turn."""
         return 1 if self.own_store else self.store_warps
 
-    def store_warp(self, m_block, wg):
-        """Which store warp has a warpgroup's half of a dQ tile, of those that take turns."""
-        if self.own_turns:
-            return (CONSUMERS * m_block + wg) % self.full_barriers
-        return m_block % self.full_barriers
-
     @property
     def dk_over_ds(self) -> bool:
         """Whether dK goes out through the memory of dS, so that the next tile's K, the first thing
@@ -282,7 +271,7 @@ class BwdSm90Config:
         # In a persistent kernel values, too, lets go of V, over which it puts dV.
         v_users = ("keys",) if self.by_role and not self.persistent else all_
         store = () if self.dq_direct else ("dq_store",)
-        # dq_full_<w><s>: warpgroup w's dQ for store warp s (`store_warp`); consecutive ids
+        # dq_full_<w><m % full_barriers>: warpgroup w's dQ of step m; consecutive ids
         names = [f"full_{w}{s}" for w in range(CONSUMERS) for s in range(self.full_barriers)]
         names += [f"empty_{w}" for w in range(CONSUMERS)]
         buffers = tuple(
@@ -352,14 +341,11 @@ STAY = {"persistent": True, "q_stages": 3}
 LESS_DS = {**STAY, "ds_stages": 2}
 PARTS = {"by_parts": True}
 FIRST = {"store_first": True}
-TURNS = {"store_warps": 3, "own_turns": True}
 # 64: dQ through shared memory after all.
 BUFFERED = {"dq_direct": False, "store_warps": 2, "few_fences": True, "late_stats": False}
 REGULAR = {
     (64, False, False): {**LESS_DS, **BUFFERED},
     (64, False, True): {**LESS_DS, **BUFFERED},
-    (64, True, False): {},
-    (64, True, True): {},
     (96, False, False): LESS_DS,
     (96, True, False): {**LESS_DS, "schedule": "lagged"},
     (96, True, True): {**LESS_DS, "schedule": "lagged"},
@@ -375,14 +361,14 @@ REGULAR = {
 }
 # The same of sequences, where it is another row.
 LISTED = {
+    (64, True, False): LESS_DS,
+    (64, True, True): LESS_DS,
     (64, False, True): {**LESS_DS, **BUFFERED, **FIRST},
     (128, False, False): {**LESS_DS, **PARTS},
     (128, False, True): {**STAY, **PARTS, **FIRST, "store_warps": 3},
     (128, True, False): {**STAY, **PARTS},
     (128, True, True): {**STAY, **PARTS, "store_warps": 3},
     (192, False, True): {},
-    (64, True, True): LESS_DS,
-    (64, True, False): LESS_DS,
 }
 
 # What a mask with a limit on the left takes besides, whose limits are in registers.
