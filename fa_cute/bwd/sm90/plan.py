@@ -346,6 +346,8 @@ BUFFERED = {"dq_direct": False, "store_warps": 2, "few_fences": True, "late_stat
 REGULAR = {
     (64, False, False): {**LESS_DS, **BUFFERED},
     (64, False, True): {**LESS_DS, **BUFFERED},
+    (64, True, False): LESS_DS,
+    (64, True, True): LESS_DS,
     (96, False, False): LESS_DS,
     (96, True, False): {**LESS_DS, "schedule": "lagged"},
     (96, True, True): {**LESS_DS, "schedule": "lagged"},
@@ -361,8 +363,6 @@ REGULAR = {
 }
 # The same of sequences, where it is another row.
 LISTED = {
-    (64, True, False): LESS_DS,
-    (64, True, True): LESS_DS,
     (64, False, True): {**LESS_DS, **BUFFERED, **FIRST},
     (128, False, False): {**LESS_DS, **PARTS},
     (128, False, True): {**STAY, **PARTS, **FIRST, "store_warps": 3},
