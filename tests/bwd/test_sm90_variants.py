@@ -30,9 +30,6 @@ KINDS = {
     "list, in order": {"varlen": True, "deterministic": True},
     "causal list, in order": {"causal": True, "varlen": True, "deterministic": True},
 }
-# Two numbers of a tile, stored before the roles part and read again before the loops: without the
-# pair they stay in registers, and the kernel is 3 to 14 % slower.
-KNOWN = {"256_256-causal list": (4, 2)}
 SPECS = {
     f"{row['head_dim']}_{row['head_dim_v']}-{kind}": BwdSpec(
         "bf16", row["head_dim"], row["head_dim_v"], **{"causal": False, **options}
@@ -45,7 +42,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_no_variant_spills(name):
     spec = SPECS[name]
-    assemble(spec, plan.config(spec), *KNOWN.get(name, (0, 0)))
+    assemble(spec, plan.config(spec))
 
 
 @pytest.mark.parametrize("kind", ["causal", "full, in order"])
@@ -55,8 +52,8 @@ def test_no_persistent_one_spills(dims, kind):
     assemble(spec, replace(plan.config(spec), persistent=True, pair=False))
 
 
-def assemble(spec: BwdSpec, cfg: plan.BwdSm90Config, loads: int = 0, stores: int = 0) -> None:
-    """The main kernel, without a register in local memory, or no more than so many accesses."""
+def assemble(spec: BwdSpec, cfg: plan.BwdSm90Config) -> None:
+    """The main kernel, without a register in local memory."""
     from fa_cute.bwd import call
 
     lengths = (spec.varlen, spec.varlen, False, False)
@@ -65,6 +62,5 @@ def assemble(spec: BwdSpec, cfg: plan.BwdSm90Config, loads: int = 0, stores: int
     with mock.patch.multiple(call, **nothing):
         kernels = resources.of_cubin(compile.cubin(request))
     (main,) = (k for k in kernels if k.threads == cfg.warps.threads)
-    assert main.local_loads <= loads and main.local_stores <= stores, main
-    assert not main.spills or loads, main
+    assert not main.spills, main
     assert main.regs <= cfg.warps.launch_regs

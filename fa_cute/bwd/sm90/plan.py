@@ -369,6 +369,8 @@ LISTED = {
     (128, True, False): {**STAY, **PARTS},
     (128, True, True): {**STAY, **PARTS, "store_warps": 3},
     (192, False, True): {},
+    # The numbers of a tile are alive in every role: with 24 registers they spill.
+    (256, False, True): {"pair": True, "do_stages": 1, "other_regs": 40, "consumer_regs": 232},
 }
 
 # What a mask with a limit on the left takes besides, whose limits are in registers.
