@@ -360,7 +360,7 @@ def summary(c: dict) -> str:
     peers = [r["tflops"] for n, r in table.items() if n not in ("fa_cute", "gemm")]
     if "fa_cute" not in table or not peers:
         return f"{head}  {speeds}  {c['left_out']}"
-    by_round = min(ratios(table).values())
+    by_round = min(r["ratio"] for r in table.values() if "ratio" in r)
     ratio = table["fa_cute"]["tflops"] / max(peers)
     return f"{head}  {speeds}  ratio {ratio:.3f}, by round {by_round:.3f}"
 

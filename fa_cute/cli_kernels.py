@@ -209,10 +209,11 @@ def pages() -> dict[str, str]:
     """File name -> text, one page per kernel class."""
     kernels: dict[str, list[Request]] = {}
     told = set()
-    for window, deterministic in product(("none", "left"), (False, True)):
-        wanted = {"windows": sides([window]), "deterministic": deterministic}
+    kinds = (("none", None), ("left", None), ("none", PACKED))  # windows, lengths
+    for (window, lengths), deterministic in product(kinds, (False, True)):
+        wanted = {"windows": sides([window]), "deterministic": deterministic, "lengths": lengths}
         for request in requests(dtypes=("bf16",), **wanted):
-            if window != "none" and request.cfg in told:
+            if (window != "none" or lengths) and request.cfg in told:
                 continue  # it changes the configuration in few cases
             told.add(request.cfg)
             if request.kind == "backward" or not deterministic:  # a forward always is

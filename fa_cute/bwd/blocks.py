@@ -39,9 +39,10 @@ class Block:
 class Grid:
     """The CTAs of a kernel before or after the main one: a block of one head each.
 
-    All heads of the last block come first. The main kernel goes through a batch from its start, so
-    the kernel before ends, and the one after begins, with what is in L2 for the main kernel, or of
-    it (measured: 1 % of a backward of 32 x 1024); and rows of neighbouring heads lie side by side.
+    All heads of the last block come first. The main kernel goes through a batch from its start: so
+    what the kernel before reads last is in L2 when it begins, and what it writes last is there for
+    the kernel after (measured: 1 % of a backward of 32 x 1024). Rows of neighbouring heads lie side
+    by side.
     """
 
     blocks: Any  # Counted or Listed

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..ops.arith import ceil_div, hi, lo
-from ..ops.seqlen import int_row
+from ..ops.seqlen import int_row, set_int_row
 from .varlen import CLASSES, ENTRY_INTS, MOST_CHUNK, class_of
 from .varlen_sides import WARP
 
@@ -55,16 +55,6 @@ def shared() -> Shared:
         counts=tensor(CLASSES * WARPS),
         chunks=tensor(WARPS * MOST_CHUNK, ENTRY_INTS),
     )
-
-
-@cute.jit
-def put(table: cute.Tensor, row, values):
-    """Write four ints of a row, or all of them, at once."""
-    entry = cute.make_rmem_tensor(4, Int32)
-    for i in cutlass.range_constexpr(4):
-        entry[i] = values[i]
-    place = cute.domain_offset((row, 0), table).iterator.align(16)
-    cute.autovec_copy(entry, cute.make_tensor(place, cute.make_layout(4)))
 
 
 @cute.jit
@@ -189,10 +179,10 @@ def sort(chunk, counts, target, count, most):
             entry = int_row(chunk, lo(e, count - 1), 0, ENTRY_INTS)
             place = places(class_of(entry[3], most), e < count, counts, 1)
             if e < count:
-                put(target, place, entry)
+                set_int_row(target, place, 0, entry)
     else:  # all alike
         for e in cutlass.range(lane, count, WARP, unroll=1):
-            put(target, e, int_row(chunk, e, 0, ENTRY_INTS))
+            set_int_row(target, e, 0, int_row(chunk, e, 0, ENTRY_INTS))
 
 
 @cute.jit

@@ -27,7 +27,7 @@ from cutlass import Int32, const_expr
 from ..errors import PlanError
 from ..ops.arith import ceil_div, hi, lo
 from ..ops.mask import Band
-from ..ops.seqlen import RECORD_INTS, int_row
+from ..ops.seqlen import RECORD_INTS, int_row, set_int_row
 from .varlen import (
     CLASSES,
     ENTRY_INTS,
@@ -55,7 +55,6 @@ from .varlen_cta import (
     neighbours,
     own,
     places,
-    put,
     scan,
     shared,
     sort,
@@ -191,9 +190,9 @@ class Prepare:
             width = m.facts[WIDTH]
             tiles = num_entries // (a.heads // width)
             header = (tiles, width, m.facts[TILES_Q], m.facts[TILES_K])
-            put(a.lists.header, 0, header)
+            set_int_row(a.lists.header, 0, 0, header)
             if tiles == 0:  # somebody may look, though nobody uses it
-                put(a.lists.entries, 0, (Int32(0),) * ENTRY_INTS)
+                set_int_row(a.lists.entries, 0, 0, (Int32(0),) * ENTRY_INTS)
 
     def dealt(self, a: Inputs, m: Shared):
         """Whether tiles are sorted: not where every one visits one block or none."""
@@ -230,7 +229,7 @@ class Prepare:
         len_q = lengths[0] if fits else Int32(0)
         len_k = lengths[1] if fits else Int32(0)
         if s < batch:
-            put(a.lists.records, s, (offsets[0], len_q, offsets[1], len_k))
+            set_int_row(a.lists.records, s, 0, (offsets[0], len_q, offsets[1], len_k))
             a.lists.records[s, 4] = first[0]
             a.lists.records[s, 5] = first[1]
         return len_q, len_k
@@ -255,7 +254,7 @@ class Prepare:
         width = self.width(a, cute.arch.warp_redux_sync(self.read_rows(lengths), "max"))
         len_q, len_k = self.record(a, s, offsets, lengths, first, (tiles_q, tiles_k))
         if inside:
-            put(m.table, rank, (s, len_q, len_k, work.tiles_of(len_q, len_k)))
+            set_int_row(m.table, rank, 0, (s, len_q, len_k, work.tiles_of(len_q, len_k)))
         cute.arch.sync_warp()
         num = m.table[lo(s, batch - 1), 3] * (a.heads // width) if inside else Int32(0)
         upto = warp_scan((num,))[0]
@@ -349,7 +348,9 @@ class Prepare:
             place = places(kind, s < batch, counts, WARPS)
             if s < batch:
                 if batch <= THREADS:
-                    put(m.table, place, (s, *own_lengths, self.work.tiles_of(*own_lengths)))
+                    set_int_row(
+                        m.table, place, 0, (s, *own_lengths, self.work.tiles_of(*own_lengths))
+                    )
                 else:
                     a.ranked[place] = s
         cute.arch.sync_threads()
@@ -376,7 +377,7 @@ class Prepare:
             if batch > THREADS:
                 s = a.ranked[lo(r, batch - 1)]
                 _, len_q, _, len_k = int_row(a.lists.records, s, 0, 4)
-                put(m.table, t, (s, len_q, len_k, self.work.tiles_of(len_q, len_k)))
+                set_int_row(m.table, t, 0, (s, len_q, len_k, self.work.tiles_of(len_q, len_k)))
             tiles = m.table[lo(t, batch - 1 - i * THREADS), 3] if r < batch else Int32(0)
             before, total = scan((tiles * sections,), m.sums[1, None, None])
             m.starts[t] = before[0]
@@ -413,7 +414,7 @@ class Prepare:
     def write(self, a: Inputs, m: Shared, entries, first, count):
         """Entries of the sequences of the table, in their order."""
         for e in cutlass.range(cute.arch.thread_idx()[0], count, THREADS, unroll=1):
-            put(entries, first + e, self.entry(a, m, e))
+            set_int_row(entries, first + e, 0, self.entry(a, m, e))
 
     @cute.jit
     def deal(self, a: Inputs, m: Shared, num_entries):
@@ -429,9 +430,9 @@ class Prepare:
             there = lo(num_entries - first, WARPS * size)
             for e in cutlass.range(t, there, THREADS, unroll=1):
                 if batch <= THREADS:
-                    put(m.chunks, e, self.entry(a, m, first + e))
+                    set_int_row(m.chunks, e, 0, self.entry(a, m, first + e))
                 else:
-                    put(m.chunks, e, int_row(a.unsorted, first + e, 0, ENTRY_INTS))
+                    set_int_row(m.chunks, e, 0, int_row(a.unsorted, first + e, 0, ENTRY_INTS))
             cute.arch.sync_threads()
             if start < there:
                 target = cute.domain_offset((first + start, 0), a.lists.entries)

@@ -133,15 +133,14 @@ class Lagged:
         # had waited for its own when it signalled dS(m - 2), which we have waited for. Of two by
         # dQ(m - 2), and it has signalled dS(m - 1) since.
         to = parts.tdSsdS[None, None, None, m_block % c.ds_stages]
-        if const_expr(c.by_parts):
-            if const_expr(not first and c.waits_early):
-                wait_ds(cx, lane.wg, m_block - 1)
-            rdS = share_score_gradient(cx, (S, dP), delta, parts.ds_copy, to)
-        else:
+        if const_expr(not c.by_parts):
             score_gradient(cx, S, dP, delta)
             rdS = operand(cx, dP, cx.mmas.dk)
-            if const_expr(not first and c.waits_early):
-                wait_ds(cx, lane.wg, m_block - 1)
+        if const_expr(not first and c.waits_early):
+            wait_ds(cx, lane.wg, m_block - 1)
+        if const_expr(c.by_parts):
+            rdS = share_score_gradient(cx, (S, dP), delta, parts.ds_copy, to)
+        else:
             share_ds(cx, parts.ds_copy, to, rdS)
 
         if const_expr(not first):

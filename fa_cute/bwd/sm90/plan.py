@@ -31,6 +31,8 @@ ELEMENT_BYTES = 2  # bf16, fp16
 FLOAT_BYTES = 4
 WARPGROUP_THREADS = 128
 CONSUMERS = 2  # warpgroups
+# At least: dS of a step, and of the one before, whose dQ the other warpgroup may still compute.
+DS_STAGES = 2
 TILE_STAGES = 2  # the next tile is known while this one's number is still looked up
 
 
@@ -111,9 +113,9 @@ class BwdSm90Config:
             raise PlanError("pair and persistent; one of them")
         if self.multicast and not self.pair:
             raise PlanError("multicast without pair: nobody else takes part in a load")
-        if self.ds_stages < self.ds_stages_needed:
+        if self.ds_stages < DS_STAGES:
             raise PlanError(
-                f"ds_stages is {self.ds_stages}; at least {self.ds_stages_needed}: a warpgroup "
+                f"ds_stages is {self.ds_stages}; at least {DS_STAGES}: a warpgroup "
                 "would overwrite dS that the other one may still be reading"
             )
         _ = self.dq_chunks
@@ -146,15 +148,9 @@ class BwdSm90Config:
         return self.split == "roles"
 
     @property
-    def ds_stages_needed(self) -> int:
-        """dS of a step, and of the one before, whose dQ the other warpgroup may not have
-        finished."""
-        return 2
-
-    @property
     def waits_early(self) -> bool:
-        """ "lagged": whether a warpgroup waits for the other's dS of the step before as soon as it
-        would write its own, over the one before that. With a stage more it waits when it needs it.
+        """Whether a warpgroup waits for the other's dS of the step before as soon as it would write
+        its own, over the one before that ("lagged"). With a stage more it waits when it needs it.
         """
         return not self.by_role and self.schedule == "lagged" and self.ds_stages == 2
 
@@ -325,7 +321,8 @@ TILES = (
 )
 # What an order to keep takes besides, and what is faster without one: dQ straight from the
 # registers, or a step late, or through the memory of a store warp each.
-ORDERED = {"store_warps": 2, "store_first": True}
+FIRST = {"store_first": True}
+ORDERED = {"store_warps": 2, **FIRST}
 UNORDERED = {
     64: {"dq_direct": True, "few_fences": False, "late_stats": True},
     96: {"schedule": "lagged", "ds_stages": 3, "late_do": True, "store_warps": 2},
@@ -340,7 +337,6 @@ UNORDERED = {
 STAY = {"persistent": True, "q_stages": 3}
 LESS_DS = {**STAY, "ds_stages": 2}
 PARTS = {"by_parts": True}
-FIRST = {"store_first": True}
 # 64: dQ through shared memory after all.
 BUFFERED = {"dq_direct": False, "store_warps": 2, "few_fences": True, "late_stats": False}
 REGULAR = {
@@ -349,9 +345,9 @@ REGULAR = {
     (64, True, False): LESS_DS,
     (64, True, True): LESS_DS,
     (96, False, False): LESS_DS,
+    (96, False, True): {**LESS_DS, **PARTS},
     (96, True, False): {**LESS_DS, "schedule": "lagged"},
     (96, True, True): {**LESS_DS, "schedule": "lagged"},
-    (96, False, True): {**LESS_DS, **PARTS},
     (128, False, False): STAY,
     (128, False, True): {**LESS_DS, **PARTS, **FIRST, "store_warps": 3},
     (128, True, False): STAY,

@@ -315,8 +315,7 @@ class Consumer:
                 if const_expr(c.listed):
                     q, next_slab, after = _next_tile(cx, t, q)
                 elif after.valid:
-                    q_full = q.wait_and_advance()
-                    next_slab = q_full.index * c.teams + t.index
+                    q, next_slab = _next_q(cx, t, q)
                 # After the last tile this multiplies what lies there, and nobody looks.
                 if unused > 0:
                     _turn(cx, t, next_slab, full.index, None, False)
