@@ -113,7 +113,7 @@ def numbers() -> list[Job]:
 def alone(phase: str, commit: str) -> list[Job]:
     """What needs the GPU for itself."""
     attention = (*PY, "-m", "benchmarks.attention")
-    rows = ("--rounds", "5", "--patience", "90", "--commit", commit, "--out", "{out}")
+    rows = ("--rounds", "11", "--patience", "90", "--commit", commit, "--out", "{out}")
     return {
         "speed": [Job("speed", (*attention, *rows), 280)],
         "varlen": [Job("speed of varlen", (*PY, "-m", "tests.gpu.varlen", "speed"), 280)],

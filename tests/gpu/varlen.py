@@ -36,7 +36,7 @@ from tests.varlen_cases import (
     make,
 )
 
-RUNS, ROUNDS, BURST_MS = 1000, 6, 15.0
+RUNS, ROUNDS, BURST_MS = 1000, 9, 15.0
 LIMIT_S = 500.0
 
 
