@@ -258,7 +258,7 @@ def backward_spec(problem: AttnProblem, deterministic: bool, arch: Arch) -> BwdS
 
 def preferred(spec: BwdSpec, arch: Arch) -> BwdSpec:
     """What runs a backward: a gradient that need not be deterministic is so all the same where that
-    kernel is the faster one.
+    kernel is as fast.
     """
     if arch.family == "sm90" and bwd_sm90.faster_in_order(spec):
         return replace(spec, deterministic=True)

@@ -73,8 +73,8 @@ def _aligned(floats: Any) -> Any:
 class Workspace:
     """Where each scratch array starts, in floats (counters are int32: the same four bytes).
 
-    Everything from ``dq`` on must start as zero (where the main kernel begins each dQ tile by
-    storing, from ``dk`` on, and dQ tiles that nobody adds to): the preprocess does that. Plain
+    Everything from ``dq`` on must start as zero (where the main kernel begins dQ tiles by storing,
+    from ``dk`` on, and the dQ tiles that it does not begin): the preprocess does that. Plain
     arithmetic: ints on the host, 64-bit DSL integers where it is traced. Shapes are those of a
     dense batch; varlen has (tiles of all sequences, heads, ...) instead of (batch, heads, tiles of
     one, ...).
@@ -116,6 +116,11 @@ def tiles(cfg: Any, spec: BwdSpec, n: Sizes) -> tuple[Any, Any]:
 def stores_first(cfg: Any) -> bool:
     """Whether the main kernel itself begins each dQ tile that somebody adds to."""
     return getattr(cfg, "store_first", False)
+
+
+def stores_alone(cfg: Any, spec: BwdSpec) -> bool:
+    """Whether it does so where one KV block is all that adds to a dQ tile, and only there."""
+    return hasattr(cfg, "stores_alone") and cfg.stores_alone(spec)
 
 
 def workspace(cfg: Any, spec: BwdSpec, n: Sizes) -> Workspace:

@@ -89,7 +89,9 @@ class Call:
         if self.spec.varlen:
             return order_of(work, self.lists, n.seqlen_k, n.heads, once=True)
         space = sched.TileSpace(ceil_div(n.seqlen_k, work.tile_k), n.heads, n.batch)
-        sizes = {"seqlen_k": n.seqlen_q, "kv_bytes_per_row": work.bytes_per_row}
+        seen = work.seen(self.band, n.seqlen_q)
+        sizes = {"seqlen_k": seen, "kv_bytes_per_row": work.bytes_per_row}
+        sizes |= {"l2_bytes": work.l2_bytes(self.band)}
         return sched.make(self.cfg.scheduler, space, **sizes)
 
     def grid(self, cut: Cut) -> Grid:
@@ -208,13 +210,13 @@ class Backward:
         call = call_of(c, spec, (mQ, mK), grads, lengths, mWork, numbers, stream)
         BwdPreprocess(c, spec)(call, (mO, mdO, mLSE, mdLSE), stream)
         self.main(call, (mQ, mK, mV, mdO), (mdK, mdV), stream)
-        cut, early = Cut("q", c.tile_m, c.tile_m), self.early
-        last = BwdPostprocess(cut, c.dq_chunks, spec.head_dim, early)
+        cut, how = Cut("q", c.tile_m, c.tile_m), (self.early, spec.varlen)
+        last = BwdPostprocess(cut, c.dq_chunks, spec.head_dim, *how)
         last(call, "dq", mdQ, softmax_scale, stream)
         if const_expr(spec.shares_kv):
             # Only a list of tiles counts those of a cluster.
             cut = Cut("k", c.work(spec).tile_k if spec.varlen else c.tile_n, c.tile_n)
-            last = BwdPostprocess(cut, c.dk_chunks, spec.head_dim, early)
+            last = BwdPostprocess(cut, c.dk_chunks, spec.head_dim, *how)
             last(call, "dk", mdK, softmax_scale, stream)
-            last = BwdPostprocess(cut, c.dv_chunks, spec.head_dim_v, early)
+            last = BwdPostprocess(cut, c.dv_chunks, spec.head_dim_v, *how)
             last(call, "dv", mdV, Float32(1.0), stream)

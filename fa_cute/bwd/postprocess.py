@@ -27,6 +27,7 @@ class BwdPostprocess:
     chunks: object  # Chunks
     head_dim: int  # columns that exist; the tile may have more
     early: bool = False  # launched while the kernel before still runs
+    ragged: bool = False  # many tiles end within their rows: those past the end are not read
 
     @cute.jit
     def __call__(self, call, name: str, mOut: cute.Tensor, scale: Float32, stream):
@@ -60,9 +61,13 @@ class BwdPostprocess:
         source = accumulator + (tile * (c.rows * c.cols) + chunk * c.chunk_floats + t * 4)
         row, col = c.origin(chunk, t)
         values = cute.make_rmem_tensor(cute.make_layout((4, c.vectors)), Float32)
-        cute.autovec_copy(
-            cute.make_tensor(source, cute.make_layout((4, c.vectors), stride=(1, 512))), values
-        )
+        given = cute.make_tensor(source, cute.make_layout((4, c.vectors), stride=(1, 512)))
+        if const_expr(self.ragged):
+            values.fill(0.0)
+            if block.number * c.rows + row < self.length(block):
+                cute.autovec_copy(given, values)
+        else:
+            cute.autovec_copy(given, values)
         for j in cutlass.range_constexpr(c.vectors):
             for rows, cols, first, count in c.runs(j):
                 run = cute.make_rmem_tensor(count, mOut.element_type)
@@ -72,6 +77,10 @@ class BwdPostprocess:
                 cute.autovec_copy(run, cute.make_tensor(at, cute.make_layout(count)))
         cute.arch.sync_threads()
         self.write(sOut, block.lengths.plain(mOut, self.cut.side, head), block)
+
+    def length(self, block):
+        """Rows of the batch element."""
+        return block.lengths.q if self.cut.side == "q" else block.lengths.k
 
     def number(self, block, head, heads):
         """Of the tile among those in the accumulator."""
@@ -84,7 +93,7 @@ class BwdPostprocess:
     def write(self, sOut, gOut, block):
         """Rows that exist, 16 bytes a thread, neighbours side by side."""
         c = self.chunks
-        length = block.lengths.q if self.cut.side == "q" else block.lengths.k
+        length = self.length(block)
         tidx = cute.arch.thread_idx()[0]
         threads, per_row = 128 * c.num, self.head_dim // VECTOR
         for i in cutlass.range_constexpr((c.rows * per_row + threads - 1) // threads):

@@ -14,9 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fa_cute.bwd.args import BwdSpec, stores_first
+from fa_cute.bwd.args import BwdSpec, stores_alone, stores_first
 from fa_cute.bwd.blocks import Cut
-from fa_cute.ops.arith import ceil_div, lo
+from fa_cute.ops.arith import ceil_div, hi, lo
 from fa_cute.ops.mask import kv_blocks
 from fa_cute.ops.score import LOG2_E
 from fa_cute.ops.semaphore import first_of
@@ -43,8 +43,8 @@ def put_zeros(to: cute.Pointer):
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """The dQ accumulator where only tiles that no key adds to are zeroed; which those are."""
+class Unstored:
+    """The dQ accumulator where the main kernel begins tiles by storing, and the mask."""
 
     dq: cute.Pointer
     mask: Any
@@ -56,7 +56,7 @@ class Zeros:
 
     start: cute.Pointer  # of the workspace: from here on
     vectors: Int64  # of 16 bytes
-    unseen: Any  # Unseen
+    unstored: Any  # Unstored
     tile_count: Any  # as in `call.Call`
     firsts: Any
 
@@ -76,11 +76,11 @@ class BwdPreprocess:
     def __call__(self, call, rows, stream):
         """``call``: `call.Call`; ``rows``: out, dout, lse and dlse."""
         grid, at = call.grid(self.cut), call.at
-        stored = stores_first(self.cfg)
+        stored = stores_first(self.cfg) or stores_alone(self.cfg, self.spec)
         first = "dk" if stored else "dq"
         vectors = (at.size - getattr(at, first)) // 4
-        unseen = Unseen(call.section("dq"), call.band) if stored else None
-        zeros = Zeros(call.section(first), vectors, unseen, call.tile_count, call.firsts)
+        unstored = Unstored(call.section("dq"), call.band) if stored else None
+        zeros = Zeros(call.section(first), vectors, unstored, call.tile_count, call.firsts)
         results = (call.per_row("lse"), call.per_row("delta"))
         self.kernel(grid, rows, results, zeros).launch(
             grid=grid.launch, block=(THREADS, 1, 1), stream=stream
@@ -96,8 +96,8 @@ class BwdPreprocess:
             inputs, outputs = self.of_head(block.lengths, rows, results, head)
             first = block.number * ROWS + tidx // LANES
             self.rows(inputs, outputs, block.lengths.q, (first, tidx % LANES))
-            if const_expr(zeros.unseen is not None):
-                self.zero_unseen(zeros.unseen, (block, head, grid.heads))
+            if const_expr(zeros.unstored is not None):
+                self.zero_unstored(zeros.unstored, (block, head, grid.heads))
             if const_expr(zeros.firsts is not None):
                 self.zero_first(zeros.firsts, block, head)
         if const_expr(zeros.tile_count is not None):
@@ -123,18 +123,20 @@ class BwdPreprocess:
             cute.make_tensor(first, cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
-    def zero_unseen(self, unseen: Unseen, where):
-        """This CTA's part of the dQ tile of queries that see no key, ``where`` = (block, head,
-        heads): nobody adds to it.
+    def zero_unstored(self, unstored: Unstored, where):
+        """This CTA's part of its dQ tile, unless the main kernel begins it by storing: of queries
+        that no key sees, or that more than one KV block adds to where only one alone stores.
+        ``where`` = (block, head, heads).
         """
         c, (block, head, heads) = self.cfg, where
         lengths = block.lengths
         m_block = block.number * ROWS // c.tile_m
-        seen = kv_blocks(unseen.mask, m_block, c.tile_m, c.tile_n, lengths.q, lengths.k)
-        if seen.count == 0:
+        seen = kv_blocks(unstored.mask, m_block, c.tile_m, c.tile_n, lengths.q, lengths.k)
+        stores = 1 if stores_alone(c, self.spec) else hi(seen.count, 1)
+        if seen.count != stores:
             tile = lengths.tile_q(m_block, head, heads, c.tile_m)
             part = block.number - m_block * (c.tile_m // ROWS)
-            to = unseen.dq + (tile * (c.tile_m * c.head_dim) + part * (ROWS * c.head_dim))
+            to = unstored.dq + (tile * (c.tile_m * c.head_dim) + part * (ROWS * c.head_dim))
             for i in cutlass.range(
                 cute.arch.thread_idx()[0], ROWS * c.head_dim // 4, THREADS, unroll=1
             ):

@@ -43,7 +43,7 @@ class Band:
 
     def most_keys(self, rows: int, seqlen_k: Any) -> Any:
         """At most so many keys are seen by ``rows`` neighbouring queries together."""
-        if self.left is None or self.right is None:
+        if not self.slides:
             return seqlen_k
         return lo(seqlen_k, lo(self.left, seqlen_k) + lo(self.right, seqlen_k) + rows)
 
@@ -74,6 +74,11 @@ class Band:
     def unlimited(self) -> bool:
         """Whether every query sees every key."""
         return not self.is_own and self.left is None and self.right is None
+
+    @property
+    def slides(self) -> bool:
+        """Whether it is a window with two limits: what is seen moves on with the queries."""
+        return not self.is_own and self.left is not None and self.right is not None
 
     @property
     def is_own(self) -> bool:
@@ -130,13 +135,18 @@ def check(causal: bool, sides: tuple[bool, bool], custom: Band | None, backward:
         )
     for lengths in SAMPLES:
         fault = _fault(custom, *lengths, backward)
+        if backward and fault is None and max(lengths) <= MOST_BLOCKED:
+            fault = _fault_of_blocks(custom, *lengths)
         if fault:
             raise PlanError(
                 f"mask {custom} with seqlen_q={lengths[0]}, seqlen_k={lengths[1]}: {fault}"
             )
 
 
-SAMPLES = ((1, 1), (40, 3), (3, 40), (200, 333), (70_001, 70_001))  # (seqlen_q, seqlen_k)
+# (seqlen_q, seqlen_k)
+SAMPLES = ((1, 1), (40, 3), (3, 40), (200, 333), (333, 200), (777, 777), (70_001, 70_001))
+MOST_BLOCKED = 1000  # of which all blocks are looked at
+TILES = ((64, 64), (64, 128), (128, 128))
 
 
 def _fault(mask: Band, seqlen_q: int, seqlen_k: int, backward: bool) -> str | None:
@@ -163,6 +173,28 @@ def _fault(mask: Band, seqlen_q: int, seqlen_k: int, backward: bool) -> str | No
         for q in rows:
             if mask.keep(q, k, seqlen_q, seqlen_k) != (q_lo <= q < q_hi):
                 return f"k_bounds and q_bounds do not agree on query {q} and key {k}"
+    return None
+
+
+def _fault_of_blocks(mask: Band, seqlen_q: int, seqlen_k: int) -> str | None:
+    """Whether a tile of queries counts on a tile of keys that does not visit it, or is visited by
+    one that it does not count: a backward waits for the one, and does not wait for the other.
+    """
+    for tile_m, tile_n in TILES:
+        sizes = (tile_m, tile_n, seqlen_q, seqlen_k)
+        counted, visited = set(), set()
+        for m in range(-(-seqlen_q // tile_m)):
+            blocks = kv_blocks(mask, m, *sizes)
+            counted |= {(m, n) for n in range(blocks.lo, blocks.hi)}
+        for n in range(-(-seqlen_k // tile_n)):
+            blocks = q_blocks(mask, n, *sizes)
+            visited |= {(m, n) for m in range(blocks.lo, blocks.hi)}
+        if counted != visited:
+            m, n = min(counted ^ visited)
+            return (
+                f"queries from {m * tile_m} and keys from {n * tile_n} on meet by only one of "
+                "k_bounds and q_bounds; where nothing is seen, they should be as narrow as can be"
+            )
     return None
 
 

@@ -8,7 +8,7 @@ from ..errors import PlanError
 from . import snake
 from .base import Linear, Once, Order, Scheduler, Tile, TileSpace, Walk, capped, grid_of, here
 from .dynamic import Dynamic
-from .lpt import Lpt, LptPersistent, Sections, sectioned
+from .lpt import L2_BYTES, Lpt, LptPersistent, Sections, sectioned
 from .persistent import Persistent
 from .single import Single
 from .snake import Snake
@@ -40,11 +40,12 @@ def make(
     seqlen_k: Any = 1,
     kv_bytes_per_row: int = 1,
     qhead_per_kvhead: Any = 1,
+    l2_bytes: int = L2_BYTES,
 ) -> Any:
     """The order ``name`` over a space; what follows sizes L2 sections, where an order has them."""
     cls = by_name(name)
     if issubclass(cls, Sections):
-        return sectioned(cls, space, seqlen_k, kv_bytes_per_row, qhead_per_kvhead)
+        return sectioned(cls, space, seqlen_k, kv_bytes_per_row, qhead_per_kvhead, l2_bytes)
     return cls(space)
 
 

@@ -81,12 +81,17 @@ class LptPersistent(Lpt):
 
 
 def sectioned(
-    cls: type, space: TileSpace, seqlen_k: Any, kv_bytes_per_row: int, qhead_per_kvhead: Any = 1
+    cls: type,
+    space: TileSpace,
+    seqlen_k: Any,
+    kv_bytes_per_row: int,
+    qhead_per_kvhead: Any = 1,
+    l2_bytes: int = L2_BYTES,
 ) -> Any:
-    """An order whose sections hold the query heads of as many kv heads as fit in L2.
+    """An order whose sections hold the query heads of as many kv heads as fit in ``l2_bytes``.
 
     ``kv_bytes_per_row`` is a row of K and V, ``(head_dim + head_dim_v) * element size``.
     """
     heads = space.num_heads * space.num_batch
-    kv_heads = heads_in_l2(seqlen_k, kv_bytes_per_row, heads)
+    kv_heads = heads_in_l2(seqlen_k, kv_bytes_per_row, heads, l2_bytes)
     return replace(cls(space, 1), section=lo(kv_heads * qhead_per_kvhead, heads))

@@ -11,8 +11,9 @@ first and writes into a workspace of int32:
 
 Order: sequences by descending length (in blocks that a tile visits, `CLASSES` of them; equal ones
 in the order of the batch), a sequence's tiles together, since they share K and V. Where what the
-heads of the longest sequence read does not fit in L2 at once, sequences are done in sections of
-heads (`Work.section`); an entry stands for all heads of a section, which are the fastest index.
+heads of the longest sequence read does not fit in L2 at once (of a window: what it sees, beside
+what tiles under way have, `Work.l2_bytes`), sequences are done in sections of heads
+(`Work.section`); an entry stands for all heads of a section, which are the fastest index.
 
 Where a fixed set of CTAs gets the tiles in turn, every other round backwards (`Varlen`), entries
 are sorted once more, longest first, within chunks that fill whole pairs of rounds: then all CTAs
@@ -33,12 +34,13 @@ from ..ops.arith import at_most, ceil_div, hi, lo
 from ..ops.mask import Band, kv_blocks, q_blocks
 from ..ops.seqlen import RECORD_INTS, int_row
 from .base import Once, Tile, capped, grid_of
-from .lpt import heads_in_l2
+from .lpt import L2_BYTES, heads_in_l2
 from .snake import LONG_SECTION_BYTES, SnakeWalk
 
 CLASSES = 256  # of lengths that the order tells apart
 HEADER_INTS = 8
 ENTRY_INTS = 4  # sequence, block, first head, blocks it visits: one load of 16 bytes
+IN_FLIGHT = 132  # tiles that are done together
 SHORT_ROWS = 2048  # of which the heads that fit in L2 may be side by side whatever the order
 MOST_DEALT = 4  # heads of a section, where tiles are dealt
 MOST_CHUNK = 320  # entries that are sorted together: two rounds of 160 CTAs
@@ -84,6 +86,15 @@ class Work:
         """Rows of the other side that a tile reads at most, of ``longest`` that there are."""
         return mask.most_keys(self.tile_q if self.owner == "q" else self.tile_k, longest)
 
+    def l2_bytes(self, mask: Band) -> int:
+        """What heads side by side may read: all of L2, but of a window, whose rows slide, less by
+        what the tiles under way have beside it.
+        """
+        if not mask.slides:
+            return L2_BYTES
+        own = self.tile_q if self.owner == "q" else self.tile_k
+        return max(L2_BYTES - IN_FLIGHT * own * self.bytes_per_row, L2_BYTES // 4)
+
     def section(
         self, mask: Band, longest: Any, units: Any, heads_per_unit: Any, num_sms: Any = None
     ) -> Any:
@@ -98,7 +109,7 @@ class Work:
         often); without ``num_sms`` that is so where ``alone``, if there are many rows.
         """
         if num_sms is None:
-            fit = heads_in_l2(longest, self.bytes_per_row, units)
+            fit = heads_in_l2(longest, self.bytes_per_row, units, self.l2_bytes(mask))
             if self.alone:
                 fit = 1 + at_most(longest, SHORT_ROWS) * (fit - 1)
             all_fit = at_most(units, fit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,11 +33,11 @@ class Shared:
     first_q: cute.Tensor  # (THREADS,): tiles before those of each sequence
     first_k: cute.Tensor
     counts: cute.Tensor  # (CLASSES * WARPS,)
-    chunks: cute.Tensor  # (WARPS * MOST_CHUNK, ENTRY_INTS): entries before they are dealt
+    chunks: Any  # (WARPS * MOST_CHUNK, ENTRY_INTS): entries before they are dealt, if they are
 
 
-def shared() -> Shared:
-    """Allocate it."""
+def shared(dealt: bool) -> Shared:
+    """Allocate it; ``dealt``: whether entries are sorted for CTAs that take them in turn."""
     smem = cutlass.memory.SmemAllocator()
 
     def tensor(*shape):
@@ -53,7 +54,7 @@ def shared() -> Shared:
         first_q=tensor(THREADS),
         first_k=tensor(THREADS),
         counts=tensor(CLASSES * WARPS),
-        chunks=tensor(WARPS * MOST_CHUNK, ENTRY_INTS),
+        chunks=tensor(WARPS * MOST_CHUNK, ENTRY_INTS) if dealt else None,
     )
 
 

@@ -153,7 +153,7 @@ class Prepare:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         cta = cute.arch.block_idx()[0]
-        m = shared()
+        m = shared(a.sms is not None)
         if cta == 0:
             self.list_tiles(a, m)
         else:
@@ -195,7 +195,9 @@ class Prepare:
                 set_int_row(a.lists.entries, 0, 0, (Int32(0),) * ENTRY_INTS)
 
     def dealt(self, a: Inputs, m: Shared):
-        """Whether tiles are sorted: not where every one visits one block or none."""
+        """Whether tiles are sorted: not where every one visits one block or none, nor where `few`
+        has found all of them alike.
+        """
         return (m.facts[MOST] > 1) & (a.sms > 0)
 
     # ---- what the sequences are ----
@@ -259,6 +261,9 @@ class Prepare:
         num = m.table[lo(s, batch - 1), 3] * (a.heads // width) if inside else Int32(0)
         upto = warp_scan((num,))[0]
         m.starts[s] = upto - num
+        if const_expr(a.sms is not None and a.mask.unlimited):
+            alike_all = same == cute.arch.vote_ballot_sync(inside)
+            most = Int32(0) if alike_all else most  # nothing to sort
         if s == WARP - 1:
             self.note(m, (upto_q, upto_k, width, upto, most))
 

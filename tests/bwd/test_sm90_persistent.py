@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from fa_cute import launch, tune
+from fa_cute import compile, launch, tune
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import plan
 from fa_cute.errors import PlanError
@@ -32,7 +32,8 @@ def persistent(monkeypatch):
 
     def take(stay: bool):
         def row(spec, *_):
-            return dataclasses.replace(plan.config(spec), persistent=stay, pair=False)
+            cfg = dataclasses.replace(plan.config(spec), prefetch_rows=0, pair=False)
+            return dataclasses.replace(cfg, persistent=stay)
 
         monkeypatch.setattr(tune, "backward", row)
 
@@ -49,6 +50,10 @@ def persistent(monkeypatch):
     switch.grids, original = [], host.Session.launch
     monkeypatch.setattr(host.Session, "launch", recorded)
     return switch
+
+
+# Keys before all that the queries see, queries before all that see keys, and neither.
+SIZES = ((200, 500), (500, 200), (300, 300))
 
 
 def same(a, b) -> bool:
@@ -134,18 +139,89 @@ def test_no_races(spec, persistent):
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": (True, False)}, {"custom": Band(right=1)}],
-    ids=["window", "custom"],
+    [
+        {"window": (True, False)},
+        {"window": (True, True), "deterministic": True},
+        {"window": (False, True), "qhead_per_kvhead": 2},
+    ],
+    ids=["left", "both in order", "right gqa"],
 )
-def test_what_it_is_not_for(options):
-    spec = BwdSpec("bf16", 128, 128, "custom" in options, **options)
-    cfg = dataclasses.replace(plan.config(spec), persistent=True, pair=False)
-    with pytest.raises(PlanError, match="only full or causal"):
-        cfg.work(spec)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_windows_and_keys_that_no_query_sees(head_dim, options, monkeypatch):
+    """Tiles without queries before, between and after others: zeros, and the walk goes on."""
+    monkeypatch.setattr(launch, "num_sms", lambda *_: 2)
+    spec = BwdSpec("bf16", head_dim, head_dim, False, **options)
+    assert plan.config(spec).persistent
+    limits = [limit if given else None for limit, given in zip((60, 20), spec.window, strict=True)]
+    for schedule, (sq, sk) in zip(("early", "late", "random:2"), SIZES, strict=True):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        case = Case(spec, sq, sk, heads_kv=2, window=limits)
+        case.check()
 
 
-def test_lists_where_a_tile_may_have_no_queries():
-    spec = BwdSpec("bf16", 256, 256, False, varlen=True)
+def test_windows_in_order_have_the_same_bits_for_any_number_of_ctas(monkeypatch):
+    spec = BwdSpec("bf16", 128, 128, True, window=(True, False), deterministic=True)
+    case, found = Case(spec, 300, 420, heads_kv=2, window=(150, 0)), []
+    for ctas, schedule in ((1, "early"), (3, "late"), (7, "priority:1")):
+        monkeypatch.setattr(launch, "num_sms", lambda *_, ctas=ctas: ctas)
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        found.append(case.run())
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+@pytest.mark.parametrize("change", [{"stagger_rows": plan.EVERY}, {"prefetch_rows": plan.EVERY}])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
+def test_bits_do_not_depend_on_when_a_tile_begins(head_dim, causal, change, monkeypatch):
+    """Staggered warpgroups and K and V that are asked for early; and no access of shared memory is
+    out of order for it.
+    """
+    monkeypatch.setattr(launch, "num_sms", lambda *_: 2)
+    spec, none = ordered(head_dim, causal), {"stagger_rows": 0, "prefetch_rows": 0}
+    case, row = Case(spec, 140, 270, heads_kv=2), dataclasses.replace(plan.config(spec), **none)
+    monkeypatch.setattr(tune, "backward", lambda *_: row)
+    want = case.run()
+    # And of tiles of one query block only, so that some are and some are not.
+    for rows in (plan.EVERY, row.tile_m):
+        changed = dataclasses.replace(row, **dict.fromkeys(change, rows))
+        monkeypatch.setattr(tune, "backward", lambda *_, cfg=changed: cfg)
+        for schedule in ("late", "random:3"):
+            monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+            assert same(want, case.run()), (rows, schedule)
+        with host.session(HOPPER, dsl=False, races=True) as session:
+            case.run()
+        assert not [race for launch in session.launches for race in launch.races]
+
+
+@pytest.mark.parametrize(("rows", "count"), [(0, 0), (128, 4), (plan.EVERY, 4)])
+def test_k_and_v_are_asked_for_early(rows, count, tmp_path):
+    """Each in two boxes of 64 columns."""
+    spec = ordered(128, True)
+    row = dataclasses.replace(plan.config(spec), prefetch_rows=rows)
+    request = compile.Request("backward", row, spec, HOPPER)
+    ptx = compile.build(request, f"--keep-ptx --dump-dir {tmp_path}").artifacts.PTX
+    assert ptx.count("cp.async.bulk.prefetch.tensor") == count
+
+
+@pytest.mark.parametrize(
+    "options", [{"varlen": True}, {"window": (True, False)}, {"custom": Band(left=3)}]
+)
+def test_where_a_tile_may_have_no_queries(options):
+    """Roles by warpgroup and lockstep do not expect one."""
+    spec = BwdSpec("bf16", 256, 256, False, **options)
     cfg = dataclasses.replace(plan.config(spec), persistent=True, pair=False)
     with pytest.raises(PlanError, match="without queries"):
         cfg.work(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"prefetch_rows": 64, "persistent": False}, "no next tile"),
+        ({"stagger_rows": 64, "schedule": "lockstep"}, "stagger_rows"),
+    ],
+)
+def test_what_does_not_go_together(change, match):
+    row = dataclasses.replace(plan.config(BwdSpec("bf16", 128, 128, False)), by_parts=False)
+    with pytest.raises(PlanError, match=match):
+        dataclasses.replace(row, **change)

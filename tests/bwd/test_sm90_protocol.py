@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90.plan import (
     CONSUMERS,
+    EVERY,
+    LESS_DS,
     ORDERED,
     STAY,
     TILE_STAGES,
@@ -65,16 +67,27 @@ VARIANTS = (
     ),
     {**KEYS_ROW, **UNORDERED[128], **STAY},
     {**KEYS_ROW, **ORDERED, **STAY, "scheduler": "ascending", "ds_stages": 2},
+    # tiles of two blocks and less are staggered, longer ones are not
+    {**KEYS_ROW, **LESS_DS, "stagger_rows": 128},
+    {**KEYS_ROW, **ORDERED, "scheduler": "ascending", "stagger_rows": EVERY},
 )
 CONFIGS = [BwdSm90Config(**row) for row in VARIANTS]
-# And those of the table, for lists of sequences too; test_sm90_pair_protocol.py has the pairs.
+# And those of the table, for lists of sequences and windows too; test_sm90_pair_protocol.py has the
+# pairs.
+KINDS = {
+    "dense": {},
+    "list": {"varlen": True},
+    "list, shared": {"varlen": True, "qhead_per_kvhead": 2},
+    "window": {"window": (True, False)},
+    "window, list": {"window": (True, False), "varlen": True},
+}
 TABLE = {
     f"{d}-{'causal' if causal else 'full'}-{'in order' if order else 'any order'}-{kind}": config(
-        BwdSpec("bf16", d, d, causal, 1, order, varlen=kind == "list")
+        BwdSpec("bf16", d, d, causal, deterministic=order, **options)
     )
     for d in (64, 96, 128)
     for causal, order in itertools.product((False, True), (False, True))
-    for kind in ("dense", "list")
+    for kind, options in KINDS.items()
 }
 CONFIGS += [c for c in dict.fromkeys(TABLE.values()) if c not in CONFIGS]
 LOCKSTEP = VARIANTS.index(LOCKSTEP_ROW)
@@ -169,6 +182,10 @@ class Warpgroup:
     def signal_ds(self, m: int) -> list[Event]:
         return [arrive(f"ds_{self.w}{m % 2}")]
 
+    def staggered(self, first: int, end: int) -> bool:
+        """Whether warpgroup 1 begins such a tile behind warpgroup 0."""
+        return end - first <= self.cfg.stagger_rows // self.cfg.tile_m
+
     def scores(self, m: int, first: int) -> list[Event]:
         q, do, _ = self.slots(m)
         product = [read("sK"), read("sQ", q)]
@@ -185,7 +202,10 @@ class Warpgroup:
         for m in range(first, end):
             q, do, _ = self.slots(m)
             ready = self.other_ds(m - 1) if m > first else []
-            out += [*self.scores(m, first), read("sDelta", do)]
+            begin = self.scores(m, first)
+            if m == first and self.staggered(first, end):
+                begin = [begin[0], sync("lead"), *begin[1:]] if self.w else [*begin, arrive("lead")]
+            out += [*begin, read("sDelta", do)]
             out += [*ready, *self.write_ds(m)] if self.early else [*self.write_ds(m), *ready]
             out += self.dq(m - 1) if m > first else []
             out += [read("sdO", do), read("sQ", q), *self.signal_ds(m)]

@@ -272,7 +272,9 @@ def test_more_batches_than_a_grid_has_in_its_later_dimensions(monkeypatch):
     grids = []
     monkeypatch.setattr(host.Session, "launch", lambda self, *launch: grids.append(launch[1]))
     monkeypatch.setenv("FA_CUTE_ARCH", "sm_90a")
-    one_each = dataclasses.replace(plan.config(BwdSpec("bf16", 64, 64, False)), persistent=False)
+    one_each = dataclasses.replace(
+        plan.config(BwdSpec("bf16", 64, 64, False)), persistent=False, prefetch_rows=0
+    )
     monkeypatch.setattr(tune, "backward", lambda *_: one_each)
     q, out, lse = torch.ones(66000, 1, 1, 64).bfloat16(), None, torch.zeros(66000, 1, 1)
     out = torch.ones_like(q)

@@ -220,6 +220,6 @@ def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, monkeypatch
     for schedule in ("late", "random:3", "priority:1"):
         monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
         assert all(map(torch.equal, grads, batch.run())), schedule
-    one = {"persistent": False}
+    one = {"persistent": False, "prefetch_rows": 0}
     monkeypatch.setattr(tune, "backward", lambda spec, *_: replace(plan.config(spec), **one))
     assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))

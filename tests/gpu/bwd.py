@@ -1,12 +1,11 @@
-"""The Hopper backward on a real GPU: numbers, repeatability, time. `python tests/gpu/bwd.py PART
-[DIM ...]`.
+"""The Hopper backward on a real GPU: numbers, repeatability. `python -m tests.gpu.bwd PART [DIM
+...]`; `benchmarks.backward_race` times it.
 
 Not collected by pytest: run it on a machine with a Hopper GPU. Writes `$OUT/bwd_<part>.json`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -15,14 +14,11 @@ import time
 
 import torch
 
-from benchmarks.gpu import gpu, in_turn
 from fa_cute import arch, compile, launch, reference
 from fa_cute.bwd.args import BwdSpec, Sizes, workspace_floats
 from fa_cute.bwd.sm90.plan import config
 
 HOPPER = arch.get("sm_90a")
-LENGTHS = (1024, 4096, 16384)  # of races
-LIMIT_S = 120.0  # of one race
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # (seqlen_q, seqlen_k): ends inside a tile, one row, one key, longer on either side
 SHAPES = [(128, 128), (1, 1), (3, 3), (64, 1), (64, 32), (239, 1), (300, 300), (113, 203), (799, 3)]
@@ -158,158 +154,11 @@ def small(dims):
     return rows
 
 
-def median_ms(fns: dict, rounds=7, warm=2, reps=3) -> dict:
-    """Milliseconds of each function, interleaved round by round."""
-    times = {name: [] for name in fns}
-    for r in range(rounds + warm):
-        for name in in_turn(fns, r):
-            fn = fns[name]
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record()
-            for _ in range(reps):
-                fn()
-            b.record()
-            b.synchronize()
-            if r >= warm:
-                times[name].append(a.elapsed_time(b) / reps)
-    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
-
-
-def peer(q, k, v, dout, causal, det):
-    """flash-attn-4's backward of the same call."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    out, lse = _flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
-    return (
-        out,
-        lse,
-        lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=det),
-    )
-
-
-def problem(spec, seqlen):
-    """Random tensors of 32k tokens, heads x head_dim = 2048."""
-    batch, heads = 32768 // seqlen, 2048 // spec.head_dim
-    shape = (batch, seqlen, heads, spec.head_dim)
-    q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    v, dout = (q.new_empty(*shape[:3], spec.head_dim_v).normal_() for _ in range(2))
-    return q, k, v, dout
-
-
-def forward(q, k, v, causal):
-    """out and lse by torch."""
-    by_head = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*by_head, 0.0, causal)[:2]
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
-
-
-def race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
-    """TFLOP/s of several backwards on one problem; their results must agree. Several processes
-    compile side by side and have the GPU in turn.
-    """
-    if peers:  # compile it
-        shapes = [(1, 256, 2, d) for d in (spec.head_dim, spec.head_dim, *[spec.head_dim_v] * 2)]
-        small = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
-        peer(*small, spec.causal, det)[2]()
-    with gpu(LIMIT_S):
-        found = _race(spec, seqlen, runs, det, peers)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    return found
-
-
-def _race(spec, seqlen, runs: dict, det: bool, peers: bool) -> dict:
-    q, k, v, dout = problem(spec, seqlen)
-    batch, _, heads, _ = q.shape
-    zero, fns = q.new_zeros((batch, heads, seqlen), dtype=torch.float32), {}
-    if peers:
-        out, lse, fns["fa4"] = peer(q, k, v, dout, spec.causal, det)
-        expect = fns["fa4"]()
-    else:
-        out, lse = forward(q, k, v, spec.causal)
-        expect = next(iter(runs.values()))(
-            (q, k, v, out, lse, dout, zero), spec.head_dim**-0.5, poison=True
-        )
-    args = (q, k, v, out, lse, dout, zero), spec.head_dim**-0.5
-    for name, run in runs.items():
-        got = run(*args, poison=True)
-        pairs = zip(got, expect[:3], strict=True)
-        off = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
-        if not off < 0.1:
-            print("WRONG", name, spec, seqlen, off)
-        fns[name] = lambda run=run: run(*args)
-    ms = median_ms(fns)
-    pairs = batch * heads * seqlen**2 / (2 if spec.causal else 1)
-    flops = 2.5 * 2 * pairs * (spec.head_dim + spec.head_dim_v)
-    tflops = {name: flops / t / 1e9 for name, t in ms.items()}
-    print(spec.head_dim, "causal" if spec.causal else "full", "det" if det else "", seqlen, end=" ")
-    print({n: f"{t:.0f}" for n, t in tflops.items()}, flush=True)
-    return {"spec": str(spec), "seqlen": seqlen, "ms": ms, "tflops": tflops}
-
-
-def once(dims):
-    """One call, for a profiler."""
-    for d in dims:
-        spec = BwdSpec("bf16", *head_dims(d), False)
-        q, k, v, dout = problem(spec, 4096)
-        out, lse = forward(q, k, v, False)
-        run = Backward(spec)
-        for _ in range(2):
-            run((q, k, v, out, lse, dout, torch.zeros_like(lse)), spec.head_dim**-0.5)
-    return []
-
-
-def speed(dims):
-    """TFLOP/s beside flash-attn-4 over 32k tokens, heads x head_dim = 2048."""
-    rows = []
-    for d, causal, det in itertools.product(dims, (False, True), (False, True)):
-        spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
-        runs = {"ours": Backward(spec)}
-        rows += [race(spec, seqlen, runs, det, True) for seqlen in LENGTHS]
-    return rows
-
-
-# what was tried beside the table's row; a change that is the row already is left out
-ROOM = {"ds_stages": 3}
-ONE_TILE = {"persistent": False, "q_stages": 2}
-PARTS, WHOLE = {"by_parts": True}, {"by_parts": False}
-ALONE = {"pair": False}
-VARIANTS = {  # (head dim, whether the order is kept) -> changes to the table's row
-    ("64", False): (PARTS, ONE_TILE | ROOM),
-    ("64", True): (PARTS, ONE_TILE | ROOM, {"store_warps": 3}),
-    ("96", False): (ROOM, PARTS, WHOLE, {"do_stages": 3}),
-    ("96", True): (PARTS, ONE_TILE | {"schedule": "lockstep"}),
-    ("128", False): (ROOM, {"ds_stages": 2}, PARTS, WHOLE),
-    ("128", True): (ROOM, {"ds_stages": 2}, PARTS, WHOLE, {"store_warps": 3}),
-    ("192", False): (ALONE, {"multicast": True}),
-    ("256", False): (ALONE, ALONE | {"do_stages": 2}, {"multicast": True}),
-    ("256", True): ({"persistent": True}, {"store_warps": 3}),
-}
-
-
-def variants(dims):
-    """The table's row and its variants."""
-    rows = []
-    masks = {"full": (False,), "causal": (True,)}.get(dims[-1].split("-")[0], (False, True))
-    det = dims[-1].endswith("-det")
-    for d, causal in itertools.product([x for x in dims if x[0].isdigit()], masks):
-        spec = BwdSpec("bf16", *head_dims(d), causal, 1, det)
-        base = config(spec)
-        runs = {"ours": Backward(spec)}
-        for change in VARIANTS.get((d, det), ()):
-            name = ",".join(f"{k}={v}" for k, v in change.items())
-            cfg = dataclasses.replace(base, **change)
-            if cfg != base:
-                runs[name] = Backward(spec, cfg)
-        rows += [race(spec, seqlen, runs, det, True) for seqlen in LENGTHS]
-    return rows
-
-
 def main():
     part, dims = sys.argv[1], sys.argv[2:] or ["64", "96", "128"]
     start = time.time()
     torch.manual_seed(0)
-    parts = {f.__name__: f for f in (numbers, repeat, small, speed, variants, once)}
+    parts = {f.__name__: f for f in (numbers, repeat, small)}
     rows = parts[part](dims)
     torch.cuda.synchronize()
     with open(

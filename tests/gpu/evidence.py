@@ -31,7 +31,7 @@ PY = (sys.executable, "-W", "ignore")
 OUT = Path(os.environ.get("OUT", "."))
 KEPT = ("h200.json", "h200.npz", "binds.json")  # copied to $OUT as they are
 TAIL = 3000  # characters
-VARLEN_DIMS = os.environ.get("VARLEN_DIMS", "64:128:192,128:256").split(":")
+VARLEN_DIMS = os.environ.get("VARLEN_DIMS", "64:96:128:192,128:256").split(":")
 
 
 @dataclass
@@ -155,10 +155,13 @@ def main() -> int:
     parser.add_argument("--phases", default="numbers,speed,host,varlen,counters")
     parser.add_argument("--limit", type=float, default=580.0, help="seconds in all")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--skip", default="", help="jobs whose names begin so, comma separated")
     options = parser.parse_args()
     began, record = time.monotonic(), Record()
+    skipped = tuple(filter(None, options.skip.split(",")))
     for phase in options.phases.split(","):
         jobs = numbers() if phase == "numbers" else alone(phase, options.commit)
+        jobs = [job for job in jobs if not job.name.startswith(skipped)]
         if time.monotonic() - began > options.limit:
             for job in jobs:
                 record.add(_not_run(job))

@@ -17,7 +17,7 @@ from cutlass.utils import hopper_helpers
 from fa_cute import sched
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import remote
-from fa_cute.bwd.sm90.plan import CONSUMERS, WARPGROUP_THREADS, BwdSm90Config
+from fa_cute.bwd.sm90.plan import CONSUMERS, EVERY, WARPGROUP_THREADS, BwdSm90Config
 from fa_cute.ops import mask, rows, seqlen
 from fa_cute.ops.pipes import build
 from fa_cute.plan import Topology, Via
@@ -193,12 +193,25 @@ class BwdCtx:
     def head_kv(self):
         return self.tile.head // self.spec.qhead_per_kvhead
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a tile may have no queries: of a sequence without any, or of keys that none
+        sees.
+        """
+        return self.spec.varlen or self.mask.hides_keys
+
     def q_blocks(self) -> mask.Blocks:
         """Query blocks of this CTA or pair, and which of them need no element mask."""
         c = self.cfg
         return mask.q_blocks(
             self.mask, self.tile.n_block, c.tile_m, c.cluster_n, self.seqlen_q, self.seqlen_k
         )
+
+    def has_at_most(self, rows: int):
+        """Whether this tile has no more query rows, in whole blocks."""
+        if rows >= EVERY:
+            return True
+        return self.q_blocks().count <= rows // self.cfg.tile_m
 
     def dq_tile(self, m_block):
         """Number of a dQ tile in the accumulator, 64 bits."""

@@ -22,11 +22,17 @@ STORE_THREADS = WARPGROUP_THREADS + 32
 
 @dataclass(frozen=True)
 class AnyOrder:
-    """Adds as soon as a chunk is ready: fast, and the sum depends on who comes first."""
+    """Adds as soon as a chunk is ready: fast, and the sum depends on who comes first. Of sequences
+    that are short most dQ tiles have one KV block alone: it stores, and nobody zeroes these.
+    """
 
     def rank(self, cx: BwdCtx, m_block):
-        """Nobody is the first."""
-        return Int32(1)
+        """0 for who stores."""
+        if not cx.cfg.stores_alone(cx.spec):
+            return Int32(1)
+        c = cx.cfg
+        blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
+        return blocks.count - 1
 
     def begin(self, cx: BwdCtx, m_block, rank):
         """Nothing to wait for."""
@@ -140,7 +146,8 @@ class Direct:
 class DqStore:
     """Warps of which one thread works; warp s has the query blocks m with m % store_warps == s, or
     warpgroup s's half of all (`own_store`). Waits dq_full_<w><s>, adds the chunk to the
-    accumulator, signals dq_empty_<w>; persistent: waits load_tile and releases it."""
+    accumulator or stores it there, signals dq_empty_<w>; persistent: waits load_tile and releases
+    it."""
 
     @cute.jit
     def run(self, cx: BwdCtx):
@@ -189,7 +196,8 @@ class DqStore:
             to = cx.g.dq + cx.dq_tile(m_block) * (c.tile_m * c.head_dim)
             cute.arch.barrier(barrier_id=full, number_of_threads=STORE_THREADS)
             if cute.arch.lane_idx() == 0:
-                self.write(cx, to + wg * c.dq_chunks.chunk_floats, wg, Int32(1))
+                rank = cx.writer.order.rank(cx, m_block)
+                self.write(cx, to + wg * c.dq_chunks.chunk_floats, wg, rank)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             self.drained(cx, wg)
@@ -232,7 +240,7 @@ class DqStore:
         """A chunk to its place, on its own or on top of what is there."""
         source = cx.smem.sdQ[None, chunk % cx.cfg.dq_buffers].iterator
         num_bytes = cx.cfg.dq_chunks.chunk_floats * 4
-        if const_expr(cx.cfg.store_first):
+        if const_expr(cx.cfg.store_first or cx.cfg.stores_alone(cx.spec)):
             if rank == 0:
                 bulk_store(to, source, num_bytes)
             else:

@@ -208,7 +208,7 @@ class Main:
             scale_log2=scale_log2,
             rank=rank,
         )
-        if const_expr(not c.persistent and (self.spec.varlen or cx.mask.hides_keys)):
+        if const_expr(not c.persistent and cx.may_be_empty):
             if tile.valid and cx.q_blocks().count > 0:
                 self.play(cx, warp)
             elif tile.valid:

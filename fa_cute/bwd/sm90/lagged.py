@@ -27,7 +27,9 @@ from fa_cute.bwd.sm90.products import (
     Lane,
     accumulator,
     columns,
+    follow,
     gemm,
+    lead,
     operand,
     probabilities,
     score_gradient,
@@ -43,7 +45,8 @@ from fa_cute.bwd.sm90.tiles import filled, finish, let_go
 @dataclass(frozen=True)
 class Lagged:
     """Eight warps in two groups. Waits load_*, ds_<other>, dq_empty_<own>; releases load_q,
-    load_do, signals ds_<own>, dq_full_<own>; persistent: releases load_k, load_v."""
+    load_do, signals ds_<own>, dq_full_<own>; persistent: releases load_k, load_v. Where tiles are
+    staggered, warpgroup 0 signals lead, and warpgroup 1 waits for it."""
 
     epilogue: Any
 
@@ -56,10 +59,10 @@ class Lagged:
         """One tile; returns the ends."""
         thread, lane, _, (dK, dV) = own
         k, v, q, do = ends
-        if const_expr(cx.cfg.persistent and cx.spec.varlen):
+        if const_expr(cx.cfg.persistent and cx.may_be_empty):
             if cx.q_blocks().count > 0:
                 self.walk(cx, own, ends)
-            else:  # keys of a sequence without queries
+            else:  # zeros of keys without queries
                 k.wait()
                 v.wait()
                 dK.fill(0.0)
@@ -79,6 +82,8 @@ class Lagged:
         blocks = cx.q_blocks()
         k.wait()
         q, q_full = filled(cx, q, blocks.lo)
+        if const_expr(cx.cfg.stagger_rows > 0):
+            follow(cx, lane.wg)
         S = self.scores(cx, parts, q_full)
         v.wait()
         do, do_full = filled(cx, do, blocks.lo)
@@ -126,6 +131,8 @@ class Lagged:
         if const_expr(c.late_stats):
             lse = columns(cx.smem.sLse[None, q_full.index], c.tile_m, lane)
         probabilities(cx, S, lse, m_block, lane, masked)
+        if const_expr(first and c.stagger_rows > 0):
+            lead(cx, lane.wg)
         rP = operand(cx, S, cx.mmas.dv)
         delta = columns(cx.smem.sDelta[None, do_full.index], c.tile_m, lane)
         warpgroup.wait_group(0)  # dP

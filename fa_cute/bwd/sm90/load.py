@@ -105,7 +105,8 @@ class LoadEveryTile:
 
     The first query block of a tile goes before its K and V: its slots are free while the consumers
     still write the results of the tile before over K and V. No more than the first one, since the
-    slot of another may be free only when the consumers have K and V.
+    slot of another may be free only when the consumers have K and V. These are asked for from
+    memory before all that, if the tile is short (`prefetch_rows`).
     """
 
     @cute.jit
@@ -128,7 +129,9 @@ class LoadEveryTile:
         """All of a tile; returns the query blocks loaded so far."""
         g, sides, blocks = cx.g, Sides.of(cx), cx.q_blocks()
         first = steps - blocks.lo
-        if const_expr(cx.spec.varlen):
+        if const_expr(cx.cfg.prefetch_rows > 0):
+            self.prefetch(cx, sides)
+        if const_expr(cx.may_be_empty):
             if blocks.count > 0:
                 self.block(cx, sides, first, blocks.lo)
         else:
@@ -141,6 +144,13 @@ class LoadEveryTile:
         for m_block in cutlass.range(blocks.lo + 1, blocks.hi, unroll=1):
             self.block(cx, sides, first, m_block)
         return first + blocks.hi
+
+    @cute.jit
+    def prefetch(self, cx: BwdCtx, sides: Sides):
+        """K and V of a short tile, from memory into L2."""
+        if cx.has_at_most(cx.cfg.prefetch_rows):
+            cute.prefetch(cx.g.load_k, sides.k[1])
+            cute.prefetch(cx.g.load_v, sides.v[1])
 
     @cute.jit
     def block(self, cx: BwdCtx, sides: Sides, first, m_block):

@@ -33,6 +33,7 @@ WARPGROUP_THREADS = 128
 CONSUMERS = 2  # warpgroups
 # At least: dS of a step, and of the one before, whose dQ the other warpgroup may still compute.
 DS_STAGES = 2
+EVERY = 1 << 30  # more rows than there are
 TILE_STAGES = 2  # the next tile is known while this one's number is still looked up
 
 
@@ -49,7 +50,8 @@ class BwdSm90Config:
     store_warps: warps that add dQ. In turn where an order is kept: a turn takes longer than a step
         (wait for it, add, wait until all is added, pass it on), so the next one must overlap. Else
         one for each consumer warpgroup, so that neither's buffer is emptied with the other's.
-    store_first: the first in the order stores instead of adding, and nobody zeroes the accumulator.
+    store_first: the first in the order stores instead of adding, and nobody zeroes the accumulator
+        (see also `stores_alone`).
     late_do: dO is waited for when S has been issued ("lagged").
     few_fences: one wgmma fence for products that are issued one after the other ("lagged").
     late_stats: row statistics are loaded after the products that they wait with: fewer registers.
@@ -58,7 +60,11 @@ class BwdSm90Config:
     pair: two CTAs with neighbouring keys exchange dS, and each adds half of the columns of dQ for
         the keys of both ("roles").
     multicast: each CTA of a pair loads half of the rows of Q and dO, for both.
-    persistent: one CTA per SM takes tile after tile (`tiles`); not with windows.
+    persistent: one CTA per SM takes tile after tile (`tiles`).
+    prefetch_rows: K and V of a tile with at most so many query rows are brought into L2 as soon as
+        the tile is known, while their place in shared memory is still taken (persistent).
+    stagger_rows: in a tile with at most so many, warpgroup 1 begins when warpgroup 0 has its first
+        P: they are half a step apart from the start ("lagged").
     """
 
     head_dim: int
@@ -81,6 +87,8 @@ class BwdSm90Config:
     multicast: bool = False
     scheduler: str = "single"
     persistent: bool = False
+    prefetch_rows: int = 0
+    stagger_rows: int = 0
     consumer_regs: int = 240
     other_regs: int = 24
 
@@ -109,6 +117,16 @@ class BwdSm90Config:
             )
         if self.pair and not self.dq_direct:
             raise PlanError("pair without dq_direct: there is no shared memory for dQ")
+        if self.prefetch_rows and not self.persistent:
+            raise PlanError("prefetch_rows without persistent: there is no next tile")
+        for name in ("prefetch_rows", "stagger_rows"):
+            rows = getattr(self, name)
+            if rows < 0 or 0 < rows < self.tile_m:
+                raise PlanError(f"{name} is {rows}; 0, or at least a block, {self.tile_m}")
+        if self.stagger_rows and (self.by_role or self.schedule != "lagged"):
+            raise PlanError(
+                f"stagger_rows with {self.split!r}, {self.schedule!r}; 'keys', 'lagged'"
+            )
         if self.pair and self.persistent:
             raise PlanError("pair and persistent; one of them")
         if self.multicast and not self.pair:
@@ -130,18 +148,19 @@ class BwdSm90Config:
 
     def work(self, spec: BwdSpec) -> Work:
         """How a call is cut into tiles."""
-        if self.persistent and (any(spec.window) or spec.custom):
+        maybe_empty = spec.varlen or spec.band(0, 0).hides_keys
+        if self.persistent and maybe_empty and (self.by_role or self.schedule != "lagged"):
             raise PlanError(
-                f"persistent with window={spec.window}, a mask of its own: "
-                f"{spec.custom is not None}; only full or causal, where every tile has queries if "
-                "its sequence has"
-            )
-        if self.persistent and spec.varlen and (self.by_role or self.schedule != "lagged"):
-            raise PlanError(
-                f"persistent with varlen, split {self.split!r}, schedule {self.schedule!r}; only "
-                "'keys', 'lagged': the others do not expect a tile without queries"
+                f"persistent, split {self.split!r}, schedule {self.schedule!r}, with varlen="
+                f"{spec.varlen}, window={spec.window}; only 'keys', 'lagged': the others do not "
+                "expect a tile without queries"
             )
         return work(self, spec, self.cluster_n)
+
+    def stores_alone(self, spec: BwdSpec) -> bool:
+        """Whether the only KV block of a dQ tile stores, where others add to what was zeroed."""
+        others = self.dq_direct or self.store_first or spec.deterministic
+        return spec.varlen and not (others or spec.custom)
 
     @property
     def by_role(self) -> bool:
@@ -258,7 +277,8 @@ class BwdSm90Config:
         """
         load --k, v-----> consumer (0, 1) --dq_full---> dq_store --> global accumulator
              --q, do-->                  <--dq_empty--
-        consumer 0 <--ds--> consumer 1;  by role: values <--turn--> keys, values --p_full--> keys
+        consumer 0 <--ds--> consumer 1, consumer 0 --lead--> consumer 1
+        by role: values <--turn--> keys, values --p_full--> keys
         pair: keys --peer_ds--> values, keys of the other CTA, which release it to our keys; with
         multicast consumers release Q and dO to the load warps of both
         persistent: load --tile--> all others, and K and V come back, for the next tile's
@@ -282,6 +302,8 @@ class BwdSm90Config:
         else:
             # ds_<w><m % 2>: warpgroup w's dS of step m is written; consecutive ids
             order = tuple(Barrier(f"ds_{w}{s}", all_) for w in range(CONSUMERS) for s in range(2))
+            # lead: warpgroup 0 has its first P of a tile, warpgroup 1 may begin
+            order += (Barrier("lead", all_),) if self.stagger_rows else ()
         q, do = self.q_stages, self.do_stages
         both = {"dst_ctas": self.ctas} if self.multicast else {}
         # Full here when the other CTA's dS is there, empty when that CTA has read ours.
@@ -330,27 +352,30 @@ UNORDERED = {
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
-# Full and causal masks, by (head dim, whether the order is kept, causal). Up to 128 a persistent
-# kernel, with a slot more for Q, since its load warp knows less beforehand; at 64 a stage of dS
-# gives way for that, elsewhere two of them were faster. 192 and more: pairs of CTAs, half of the
-# additions to dQ. Measured, each row beside its variants (NOTES: "The two warpgroups' phase").
+# By (head dim, whether the order is kept, causal). Up to 128 a persistent kernel, with a slot more
+# for Q, since its load warp knows less beforehand; at 64 a stage of dS gives way for that,
+# elsewhere two of them were faster. 192 and more: pairs of CTAs, half of the additions to dQ.
+# Measured, each row beside its variants (NOTES: "The two warpgroups' phase").
 STAY = {"persistent": True, "q_stages": 3}
 LESS_DS = {**STAY, "ds_stages": 2}
 PARTS = {"by_parts": True}
 # 64: dQ through shared memory after all.
 BUFFERED = {"dq_direct": False, "store_warps": 2, "few_fences": True, "late_stats": False}
+SHORT = 4096  # rows
+PREFETCH, PREFETCH_SHORT = {"prefetch_rows": EVERY}, {"prefetch_rows": SHORT}
+STAGGER, STAGGER_SHORT = {"stagger_rows": EVERY}, {"stagger_rows": SHORT}
 REGULAR = {
-    (64, False, False): {**LESS_DS, **BUFFERED},
-    (64, False, True): {**LESS_DS, **BUFFERED},
-    (64, True, False): LESS_DS,
-    (64, True, True): LESS_DS,
+    (64, False, False): {**LESS_DS, **BUFFERED, **PREFETCH_SHORT},
+    (64, False, True): {**LESS_DS, **BUFFERED, **PREFETCH_SHORT},
+    (64, True, False): {**LESS_DS, **PREFETCH},
+    (64, True, True): {**LESS_DS, **PREFETCH, **STAGGER},
     (96, False, False): LESS_DS,
     (96, False, True): {**LESS_DS, **PARTS},
     (96, True, False): {**LESS_DS, "schedule": "lagged"},
     (96, True, True): {**LESS_DS, "schedule": "lagged"},
     (128, False, False): STAY,
     (128, False, True): {**LESS_DS, **PARTS, **FIRST, "store_warps": 3},
-    (128, True, False): STAY,
+    (128, True, False): {**STAY, **PREFETCH},
     (128, True, True): {**LESS_DS, **PARTS, "store_warps": 3},
     (192, False, False): {"pair": True},
     (192, False, True): {"pair": True},
@@ -359,48 +384,79 @@ REGULAR = {
 }
 # The same of sequences, where it is another row.
 LISTED = {
-    (64, False, True): {**LESS_DS, **BUFFERED, **FIRST},
+    (64, False, True): {**LESS_DS, **BUFFERED, **FIRST, **PREFETCH_SHORT},
     (128, False, False): {**LESS_DS, **PARTS},
-    (128, False, True): {**STAY, **PARTS, **FIRST, "store_warps": 3},
-    (128, True, False): {**STAY, **PARTS},
-    (128, True, True): {**STAY, **PARTS, "store_warps": 3},
+    (128, False, True): {
+        **STAY,
+        **PARTS,
+        **FIRST,
+        **PREFETCH_SHORT,
+        **STAGGER_SHORT,
+        "store_warps": 3,
+    },
+    (128, True, False): {**STAY, **PARTS, **PREFETCH_SHORT},
+    (128, True, True): {**STAY, **PARTS, **PREFETCH_SHORT, "store_warps": 3},
     (192, False, True): {},
     # The numbers of a tile are alive in every role: with 24 registers they spill.
     (256, False, True): {"pair": True, "do_stages": 1, "other_regs": 40, "consumer_regs": 232},
 }
-
-# What a mask with a limit on the left takes besides, whose limits are in registers.
-TWO_LIMITS = {64: {"few_fences": False, "late_stats": True}, 128: {"late_stats": True}}
-TWO_LIMITS_ORDERED = {128: {"schedule": "lockstep", "ds_stages": 2}}
+# Of sequences whose kv heads are shared, where that is another row again.
+LISTED_SHARED = {(128, False, True): {**STAY, **PARTS, **STAGGER_SHORT}}
+# Windows, by (head dim, whether the order is kept): short tiles.
+WINDOWS = {
+    (64, False): {**LESS_DS, **BUFFERED, **FIRST, **PREFETCH},
+    (64, True): {**LESS_DS, **PREFETCH},
+    (96, False): LESS_DS,
+    (96, True): {**LESS_DS, "schedule": "lagged"},
+    (128, False): {**LESS_DS, **FIRST, **PREFETCH},
+    (128, True): {**LESS_DS, **STAGGER},
+}
+LISTED_WINDOWS = {(128, True): {**LESS_DS, **PREFETCH}}
+# Masks of one's own, likewise: limits that are computed take registers.
+OWN = {
+    (64, False): {"late_stats": True},
+    (64, True): {"few_fences": False, "late_stats": True},
+    (128, False): {"late_stats": True},
+    (128, True): {"schedule": "lockstep", "ds_stages": 2, "late_stats": True},
+}
 
 
 def faster_in_order(spec: BwdSpec) -> bool:
-    """Whether the deterministic kernel is the faster one: nobody zeroes its accumulator.
+    """Whether the deterministic kernel is at least as fast: nobody zeroes its accumulator.
 
-    Measured (NOTES): windows at head_dim 128. Not where kv heads are shared, which would have to
-    take turns at dK and dV.
+    Measured (NOTES): windows at head_dim 64 and 128. Not where kv heads are shared, which would
+    have to take turns at dK and dV.
     """
-    if spec.shares_kv or spec.varlen or spec.head_dim != spec.head_dim_v:
+    if spec.shares_kv or spec.head_dim != spec.head_dim_v:
         return False
-    return any(spec.window) and spec.head_dim == 128
+    return any(spec.window) and spec.head_dim in (64, 128)
+
+
+def tuned(spec: BwdSpec, head_dim: int) -> dict:
+    """What is measured for such a mask, over the tiles of ``head_dim``."""
+    if spec.custom:
+        kind, tables = (head_dim, spec.deterministic), [OWN]
+    elif any(spec.window):
+        kind, tables = (head_dim, spec.deterministic), [WINDOWS]
+        tables += [LISTED_WINDOWS] if spec.varlen else []
+    else:
+        kind, tables = (head_dim, spec.deterministic, spec.causal), [REGULAR]
+        tables += [LISTED] if spec.varlen else []
+        tables += [LISTED_SHARED] if spec.varlen and spec.shares_kv else []
+    found = {}
+    for table in tables:
+        found = table.get(kind, found)
+    return found
 
 
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
-    regular = not (any(spec.window) or spec.custom)
     for row in TILES:
         d = row["head_dim"]
         if spec.head_dim > d or spec.head_dim_v > row["head_dim_v"]:
             continue
-        if spec.band(0, 0).hides_keys:
-            row = {**row, **TWO_LIMITS.get(d, {})}
-            if spec.deterministic:
-                row = {**row, **TWO_LIMITS_ORDERED.get(d, {})}
         row = {**row, **(ORDERED if spec.deterministic else UNORDERED.get(d, {}))}
-        if regular:
-            kind = d, spec.deterministic, spec.causal
-            tuned = REGULAR.get(kind, {})
-            row = {**row, **(LISTED.get(kind, tuned) if spec.varlen else tuned)}
+        row = {**row, **tuned(spec, d)}
         order = "single"
         if row.get("store_first"):
             order = "spt" if descends(spec.band(0, 0)) else "ascending"

@@ -182,6 +182,20 @@ def pass_turn(cx: BwdCtx, wg):
     cute.arch.barrier_arrive(barrier_id=other, number_of_threads=BOTH)
 
 
+@cute.jit
+def follow(cx: BwdCtx, wg):
+    """Warpgroup 1 waits, in a tile that says so, until warpgroup 0 is ahead."""
+    if (wg == 1) & cx.has_at_most(cx.cfg.stagger_rows):
+        cute.arch.barrier(barrier_id=cx.barrier_id("lead"), number_of_threads=BOTH)
+
+
+@cute.jit
+def lead(cx: BwdCtx, wg):
+    """Warpgroup 0 is ahead, in such a tile."""
+    if (wg == 0) & cx.has_at_most(cx.cfg.stagger_rows):
+        cute.arch.barrier_arrive(barrier_id=cx.barrier_id("lead"), number_of_threads=BOTH)
+
+
 def wait_ds(cx: BwdCtx, wg, m_block):
     """Wait for the other warpgroup's dS of a step (where no turns order that)."""
     other = cx.barrier_id("ds_00") + 2 * (1 - wg) + m_block % 2
