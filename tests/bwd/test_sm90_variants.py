@@ -12,6 +12,7 @@ from fa_cute import compile, resources
 from fa_cute.bwd.args import BwdSpec
 from fa_cute.bwd.sm90 import plan
 
+from ..test_custom_mask import Chunked
 from .test_sm90_sim import HOPPER
 
 pytest.importorskip("cutlass", reason="the kernels are compiled by NVIDIA's CuTe DSL")
@@ -36,6 +37,17 @@ SPECS = {
     )
     for row in plan.TILES
     for kind, options in KINDS.items()
+}
+# Of the persistent ones besides.
+NARROW = {
+    "left, causal list, in order": {"window": (True, False), "varlen": True, "deterministic": True},
+    "causal list, shared": {"varlen": True, "qhead_per_kvhead": 2},
+    "own": {"custom": Chunked(chunk=96)},
+}
+SPECS |= {
+    f"{d}_{d}-{kind}": BwdSpec("bf16", d, d, True, **options)
+    for d in (64, 128)
+    for kind, options in NARROW.items()
 }
 
 

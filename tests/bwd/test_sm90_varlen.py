@@ -124,14 +124,15 @@ def batch_of(spec, lengths=LENGTHS, used=None, window=(None, None)):
 
 GROUPED = BwdSpec("bf16", 64, 64, True, 2, deterministic=True)
 WINDOWED = BwdSpec("fp16", 128, 128, False, 1, deterministic=True, window=(True, True))
+NARROW = BwdSpec("bf16", 64, 64, True, 1, deterministic=True, window=(True, False))
 WIDE = BwdSpec("bf16", 256, 256, True, 1, deterministic=True)
 UNORDERED = BwdSpec("bf16", 64, 64, False)
 
 
 @pytest.mark.parametrize(
     ("spec", "window"),
-    [(GROUPED, (None, 0)), (WINDOWED, (40, 30)), (WIDE, (None, 0))],
-    ids=["64-gqa-causal", "128-window", "256-causal"],
+    [(GROUPED, (None, 0)), (WINDOWED, (40, 30)), (NARROW, (60, 0)), (WIDE, (None, 0))],
+    ids=["64-gqa-causal", "128-window", "64-window-causal", "256-causal"],
 )
 def test_against_float64_and_bits_of_a_dense_call(spec, window):
     batch = batch_of(spec, window=window)
@@ -223,3 +224,38 @@ def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, monkeypatch
     one = {"persistent": False, "prefetch_rows": 0}
     monkeypatch.setattr(tune, "backward", lambda spec, *_: replace(plan.config(spec), **one))
     assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"store_warps": 1}, {"store_warps": 3}, {"persistent": False, "prefetch_rows": 0}],
+    ids=["row", "one store warp", "three", "one tile per CTA"],
+)
+@pytest.mark.parametrize("spec", [row(64, False), row(96, True), row(128, True, 2)])
+def test_a_kv_block_that_is_alone_stores(spec, change, monkeypatch):
+    """dQ tiles of one KV block, of several and of none, beside each other; scratch is NaN."""
+    changed = replace(plan.config(replace(spec, varlen=True)), **change)
+    assert changed.stores_alone(replace(spec, varlen=True))
+    monkeypatch.setattr(tune, "backward", lambda *_: changed)
+    window = (None, 0) if spec.causal else (None, None)
+    lengths = ([34, 129, 0, 300, 128], [34, 129, 70, 100, 0])
+    for schedule in ("early", "random:1"):
+        monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
+        batch = Persistent(spec, lengths, window)
+        batch.check(batch.run())
+
+
+def test_short_sequences_add_nothing():
+    """Counted: every dQ tile is stored once; of longer ones each but the last of a causal row is
+    added to.
+    """
+    found = []
+    for length in (34, 300):
+        batch = Persistent(row(128, False), ([length] * 3, [length] * 3))
+        with host.session(batch.arch, dsl=False) as session:
+            batch.run()
+        found.append(next(x.counters for x in session.launches if "mma.flops" in x.counters))
+    short, long = found
+    tile = 64 * 128 * 4
+    assert (short["bulk.store"], short.get("bulk.reduce", 0)) == (3 * tile, 0)
+    assert (long.get("bulk.store", 0), long["bulk.reduce"]) == (0, 3 * 5 * 3 * tile)

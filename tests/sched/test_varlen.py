@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fa_cute.ops import seqlen
 from fa_cute.ops.mask import Band, kv_blocks, q_blocks
 from fa_cute.sched import Tile, TileSpace, make, snake, varlen
+from fa_cute.sched.lpt import L2_BYTES
 from fa_cute.sched.spt import descends
 from fa_cute.sched.varlen import Varlen, VarlenOnce, Work
 
@@ -272,6 +273,27 @@ def test_heads_of_a_section_fit_in_l2() -> None:
     band = Band(left=1024, right=0)
     window = work.seen(band, 16384)
     assert window == 1024 + 128 and work.section(band, window, 32, 1) == 32
+
+
+def test_a_window_leaves_room_for_what_the_tiles_under_way_have() -> None:
+    """132 tiles of 128 rows of 1 KB beside what 16 heads see; two heads more than fit do not."""
+    work = Work("k", 64, 128, 1024, descending=True)
+    window, own = Band(left=1024, right=0), Own(left=0, right=0)
+    seen = work.seen(window, 16384)
+    assert work.l2_bytes(window) == L2_BYTES - 132 * 128 * 1024
+    assert work.section(window, seen, 32, 1) == 16
+    assert work.l2_bytes(Band(right=0)) == L2_BYTES
+    # Limits of a mask of one's own are not numbers.
+    assert work.l2_bytes(own) == L2_BYTES and work.seen(own, 16384) == 16384
+    # Wide tiles: never less than a quarter.
+    assert Work("k", 64, 256, 2048, descending=True).l2_bytes(window) == L2_BYTES // 4
+
+
+class Own(Band):
+    """A mask of one's own."""
+
+    def q_bounds(self, k, seqlen_q, seqlen_k):
+        return super().q_bounds(k, seqlen_q, seqlen_k)
 
 
 def test_classes_keep_the_order_of_very_long_sequences() -> None:

@@ -229,16 +229,36 @@ def test_heads_one_at_a_time_where_sequences_are_long() -> None:
             check(compiled, walker, packed(rng, count, longest, FULL), (heads, 1), (None, None))
 
 
-@pytest.mark.parametrize(("count", "length", "most"), [(32, 1024, 12_000), (2, 16_384, 8_000)])
-def test_few_sequences_are_listed_by_a_few_instructions(count: int, length: int, most: int) -> None:
-    """Warp instructions of the whole CTA, of which a fifth is what one warp does alone."""
-    dealt, mask = length < 6144, (None, 0)
+@pytest.mark.parametrize(
+    ("count", "length", "right", "most"),
+    [(32, 1024, 0, 12_000), (2, 16_384, 0, 8_000), (32, 1024, None, 10_000)],
+)
+def test_few_sequences_are_listed_by_a_few_instructions(
+    count: int, length: int, right: int | None, most: int
+) -> None:
+    """Warp instructions of the whole CTA, of which a fifth is what one warp does alone. Where all
+    tiles are alike nothing is sorted.
+    """
+    dealt, mask = length < 6144, (None, right)
     walker = Walker(replace(FORWARD, tile_q=192), dealt=dealt, free=not dealt)
     with host.session("sm_90a") as session:
         compiled = compile_walker(walker, FULL, mask)
         check(compiled, walker, equal(count, length), (16, 1), mask, num_sms=132)
         listing = session.launches[0]
-    assert "Prepare" in listing.kernel and listing.instructions < most
+    assert "Prepare" in listing.kernel
+    assert listing.instructions < most
+
+
+def test_alike_and_not_quite() -> None:
+    """Without a limit: sequences of as many blocks, of one more in one of them, a single one."""
+    walker = Walker(FORWARD, dealt=True)
+    with host.session("sm_90a"):
+        compiled = compile_walker(walker, FULL, (None, None))
+        for lengths in ((700,) * 5, (700, 700, 765, 700), (130, 700, 0), (900,)):
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+            spans = [(int(s), n, int(s), n) for s, n in zip(ends, lengths, strict=False)]
+            call = Call({"cu_q": ends, "cu_k": ends}, (sum(lengths),) * 2, spans)
+            check(compiled, walker, call, (4, 1), (None, None))
 
 
 def test_races_of_the_listing_kernel() -> None:

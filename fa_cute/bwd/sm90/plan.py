@@ -386,22 +386,14 @@ REGULAR = {
 LISTED = {
     (64, False, True): {**LESS_DS, **BUFFERED, **FIRST, **PREFETCH_SHORT},
     (128, False, False): {**LESS_DS, **PARTS},
-    (128, False, True): {
-        **STAY,
-        **PARTS,
-        **FIRST,
-        **PREFETCH_SHORT,
-        **STAGGER_SHORT,
-        "store_warps": 3,
-    },
+    # Where kv heads are shared; else it is the row in order (`faster_in_order`).
+    (128, False, True): {**STAY, **PARTS, **STAGGER_SHORT},
     (128, True, False): {**STAY, **PARTS, **PREFETCH_SHORT},
     (128, True, True): {**STAY, **PARTS, **PREFETCH_SHORT, "store_warps": 3},
     (192, False, True): {},
     # The numbers of a tile are alive in every role: with 24 registers they spill.
     (256, False, True): {"pair": True, "do_stages": 1, "other_regs": 40, "consumer_regs": 232},
 }
-# Of sequences whose kv heads are shared, where that is another row again.
-LISTED_SHARED = {(128, False, True): {**STAY, **PARTS, **STAGGER_SHORT}}
 # Windows, by (head dim, whether the order is kept): short tiles.
 WINDOWS = {
     (64, False): {**LESS_DS, **BUFFERED, **FIRST, **PREFETCH},
@@ -424,12 +416,14 @@ OWN = {
 def faster_in_order(spec: BwdSpec) -> bool:
     """Whether the deterministic kernel is at least as fast: nobody zeroes its accumulator.
 
-    Measured (NOTES): windows at head_dim 64 and 128. Not where kv heads are shared, which would
-    have to take turns at dK and dV.
+    Measured (NOTES): windows at head_dim 64 and 128, causal lists at 128. Not where kv heads are
+    shared, which would have to take turns at dK and dV.
     """
-    if spec.shares_kv or spec.head_dim != spec.head_dim_v:
+    if spec.shares_kv or spec.custom or spec.head_dim != spec.head_dim_v:
         return False
-    return any(spec.window) and spec.head_dim in (64, 128)
+    if any(spec.window):
+        return spec.head_dim in (64, 128)
+    return spec.head_dim == 128 and spec.causal and spec.varlen
 
 
 def tuned(spec: BwdSpec, head_dim: int) -> dict:
@@ -442,7 +436,6 @@ def tuned(spec: BwdSpec, head_dim: int) -> dict:
     else:
         kind, tables = (head_dim, spec.deterministic, spec.causal), [REGULAR]
         tables += [LISTED] if spec.varlen else []
-        tables += [LISTED_SHARED] if spec.varlen and spec.shares_kv else []
     found = {}
     for table in tables:
         found = table.get(kind, found)
