@@ -4,7 +4,7 @@ A call is three kernels over the tensors as the user holds them (q, out, dout, d
 seqlen_q, heads, d)``; k, v, dk, dv ``(batch, seqlen_k, heads_kv, d)``; lse, dlse ``(batch, heads,
 seqlen_q)`` fp32):
 
-    preprocess   lse_log2, delta = rowsum(dout * out) - dlse; zeroes the accumulators and counters
+    preprocess   lse_log2, delta = rowsum(dout * out) - dlse; zeroes counters, and what is added to
     main         dk, dv; adds its share of dq to an fp32 accumulator
     postprocess  dq from the accumulator; with shared kv heads dk and dv too
 
