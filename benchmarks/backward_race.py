@@ -28,7 +28,7 @@ from fa_cute import arch, flash_attn_varlen_func, launch, tune
 from fa_cute.lengths import Lengths
 from fa_cute.problem import AttnProblem
 
-from .gpu import gpu, in_turn
+from .gpu import gpu, in_turn, milliseconds
 
 HOPPER = arch.get("sm_90a")
 BURST_MS, LIMIT_S, FAR = 8.0, 300.0, 0.1
@@ -184,23 +184,6 @@ def contenders(batch: Batch, forms: list[str]) -> dict:
     return calls
 
 
-def milliseconds(call) -> float:
-    """Median of one call, of a burst of them back to back."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    n = max(3, min(200, int(BURST_MS / max(start.elapsed_time(end), 0.01))))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-    marks[0].record()
-    for i in range(n):
-        call()
-        marks[i + 1].record()
-    torch.cuda.synchronize()
-    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(n))
-
-
 def profiled(call) -> dict:
     """Mean microseconds of each kernel of a call, and from the first one's start to the next
     call's.
@@ -247,7 +230,7 @@ def main() -> None:
                 times = {name: [] for name in calls}
                 for r in range(options.rounds):
                     for name in in_turn(calls, r):
-                        times[name].append(milliseconds(calls[name]))
+                        times[name].append(milliseconds(calls[name], BURST_MS))
                 found = {name: round(statistics.median(ms), 4) for name, ms in times.items()}
             line = {"batch": word, "det": options.det, "mask": options.mask}
             line |= {"head_dim": options.head_dim, "heads": options.heads}

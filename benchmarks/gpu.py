@@ -106,6 +106,23 @@ def measure(call, seconds: float = 0.25) -> dict:
     return {"ms": statistics.median(ms), **state}
 
 
+def milliseconds(call, burst_ms: float) -> float:
+    """Median of one call, of some ``burst_ms`` of them back to back."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    n = max(3, min(200, int(burst_ms / max(start.elapsed_time(end), 0.01))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+    marks[0].record()
+    for i in range(n):
+        call()
+        marks[i + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(n))
+
+
 def sample() -> dict:
     """SM clock (MHz), power (W) and temperature of the GPU now."""
     try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu import gpu, in_turn, versions
+from benchmarks.gpu import gpu, in_turn, milliseconds, versions
 from fa_cute import flash_attn_func, flash_attn_varlen_func
 from tests.varlen_cases import (
     BF16,
@@ -207,23 +207,6 @@ def warm(which: str) -> dict:
     return {str(kind): error for kind, error in seen.items()}
 
 
-def milliseconds(call, burst_ms: float = BURST_MS) -> float:
-    """Median of one call, of some ``burst_ms`` of them back to back."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    n = max(3, min(200, int(burst_ms / max(start.elapsed_time(end), 0.01))))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-    marks[0].record()
-    for i in range(n):
-        call()
-        marks[i + 1].record()
-    torch.cuda.synchronize()
-    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(n))
-
-
 def speed() -> dict:
     """Milliseconds of each contender, in turn, and how we compare; one process has the GPU."""
     result = {"machine": versions()}
@@ -245,7 +228,7 @@ def speed() -> dict:
             times = {label: [] for label in calls}
             for r in range(ROUNDS):
                 for label in in_turn(calls, r):
-                    times[label].append(milliseconds(calls[label]))
+                    times[label].append(milliseconds(calls[label], BURST_MS))
         found = {label: round(statistics.median(ms), 4) for label, ms in times.items()}
         for label in ("fa_cute dense", "flash-attn-4"):
             if label in found:
