@@ -137,16 +137,14 @@ def test_no_races(spec, persistent):
     assert not [race for launch in session.launches for race in launch.races]
 
 
+LEFT, BOTH = {"window": (True, False)}, {"window": (True, True), "deterministic": True}
+SHARED = {"window": (False, True), "qhead_per_kvhead": 2}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (True, False)},
-        {"window": (True, True), "deterministic": True},
-        {"window": (False, True), "qhead_per_kvhead": 2},
-    ],
-    ids=["left", "both in order", "right gqa"],
+    ("head_dim", "options"),
+    [(64, LEFT), (96, LEFT), (128, LEFT), (64, BOTH), (128, BOTH), (64, SHARED), (128, SHARED)],
 )
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_windows_and_keys_that_no_query_sees(head_dim, options, monkeypatch):
     """Tiles without queries before, between and after others: zeros, and the walk goes on."""
     monkeypatch.setattr(launch, "num_sms", lambda *_: 2)
@@ -170,9 +168,11 @@ def test_windows_in_order_have_the_same_bits_for_any_number_of_ctas(monkeypatch)
     assert same(found[0], found[2])
 
 
-@pytest.mark.parametrize("change", [{"stagger_rows": plan.EVERY}, {"prefetch_rows": plan.EVERY}])
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
-def test_bits_do_not_depend_on_when_a_tile_begins(head_dim, causal, change, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "name"),
+    [(64, True, "stagger_rows"), (128, False, "stagger_rows"), (128, True, "prefetch_rows")],
+)
+def test_bits_do_not_depend_on_when_a_tile_begins(head_dim, causal, name, monkeypatch):
     """Staggered warpgroups and K and V that are asked for early; and no access of shared memory is
     out of order for it.
     """
@@ -181,9 +181,9 @@ def test_bits_do_not_depend_on_when_a_tile_begins(head_dim, causal, change, monk
     case, row = Case(spec, 140, 270, heads_kv=2), dataclasses.replace(plan.config(spec), **none)
     monkeypatch.setattr(tune, "backward", lambda *_: row)
     want = case.run()
-    # And of tiles of one query block only, so that some are and some are not.
-    for rows in (plan.EVERY, row.tile_m):
-        changed = dataclasses.replace(row, **dict.fromkeys(change, rows))
+    # Of every tile, and of those of one query block, so that some are and some are not.
+    for rows in (plan.EVERY, row.tile_m) if name == "stagger_rows" else (row.tile_m,):
+        changed = dataclasses.replace(row, **{name: rows})
         monkeypatch.setattr(tune, "backward", lambda *_, cfg=changed: cfg)
         for schedule in ("late", "random:3"):
             monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
@@ -193,7 +193,7 @@ def test_bits_do_not_depend_on_when_a_tile_begins(head_dim, causal, change, monk
         assert not [race for launch in session.launches for race in launch.races]
 
 
-@pytest.mark.parametrize(("rows", "count"), [(0, 0), (128, 4), (plan.EVERY, 4)])
+@pytest.mark.parametrize(("rows", "count"), [(0, 0), (128, 4)])
 def test_k_and_v_are_asked_for_early(rows, count, tmp_path):
     """Each in two boxes of 64 columns."""
     spec = ordered(128, True)

@@ -226,12 +226,19 @@ def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, monkeypatch
     assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))
 
 
+ONE_TILE = {"persistent": False, "prefetch_rows": 0}
+
+
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"store_warps": 1}, {"store_warps": 3}, {"persistent": False, "prefetch_rows": 0}],
-    ids=["row", "one store warp", "three", "one tile per CTA"],
+    ("spec", "change"),
+    [
+        (row(64, False), {}),  # tiles of 128 rows
+        (row(96, True), {"store_warps": 1}),
+        (row(128, True, 2), {}),
+        (row(128, True, 2), {"store_warps": 3}),
+        (row(128, True, 2), ONE_TILE),
+    ],
 )
-@pytest.mark.parametrize("spec", [row(64, False), row(96, True), row(128, True, 2)])
 def test_a_kv_block_that_is_alone_stores(spec, change, monkeypatch):
     """dQ tiles of one KV block, of several and of none, beside each other; scratch is NaN."""
     changed = replace(plan.config(replace(spec, varlen=True)), **change)
