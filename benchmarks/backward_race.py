@@ -16,24 +16,24 @@ import argparse
 import itertools
 import json
 import os
-import random
 import statistics
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 
 from fa_cute import arch, flash_attn_varlen_func, launch, tune
+from fa_cute.bwd.sm90 import plan
 from fa_cute.lengths import Lengths
 from fa_cute.problem import AttnProblem
 
-from .gpu import gpu, in_turn, milliseconds
+from .gpu import gpu, in_turn, milliseconds, mixed_lengths
 
 HOPPER = arch.get("sm_90a")
 BURST_MS, LIMIT_S, FAR = 8.0, 300.0, 0.1
 PROFILED = 5  # calls
-real_row = tune.backward
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Batch:
     def of(cls, word: str, options) -> Batch:
         """By its name."""
         if word == "mixed":
-            rng = random.Random(1)
-            lengths = tuple(int(64 * 2 ** rng.uniform(0, 8)) for _ in range(24))
+            lengths = mixed_lengths()
         else:
             number, length = map(int, word.split("x"))
             lengths = (length,) * number
@@ -95,11 +94,10 @@ class Race:
             problem = AttnProblem.of(*tensors[:3], window_size=self.batch.window)
         spec = tune.backward_spec(problem, self.batch.deterministic, HOPPER)
         spec = replace(spec, deterministic=changes.pop("order", spec.deterministic))
-        cfg = changed(real_row(spec, HOPPER), changes, spec)
-        tune.backward = lambda *_: cfg
+        cfg = changed(plan.config(spec), changes, spec)
         given = tuple(t is not None for t in lengths)
-        found = launch.resolve_backward(spec, problem, HOPPER, "cuda", False, given)
-        tune.backward = real_row
+        with mock.patch.object(tune, "backward", lambda *_: cfg):
+            found = launch.resolve_backward(spec, problem, HOPPER, "cuda", False, given)
         q = tensors[0]
         work = launch.scratch(q, found.ints)
         tail = launch.rest(
@@ -149,12 +147,9 @@ class Race:
 
 
 def changed(cfg, changes: dict, spec):
-    """The row with some of it changed; who stores first is launched first."""
-    from fa_cute.sched.spt import descends
-
+    """The row with some of it changed, launched as that wants."""
     if "store_first" in changes:
-        order = "spt" if descends(spec.band(0, 0)) else "ascending"
-        changes = {**changes, "scheduler": order if changes["store_first"] else "single"}
+        changes = {**changes, "scheduler": plan.scheduler(spec, changes["store_first"])}
     return replace(cfg, **changes)
 
 

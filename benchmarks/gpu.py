@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import math
 import os
+import random
 import statistics
 import tempfile
 import threading
@@ -104,6 +105,12 @@ def measure(call, seconds: float = 0.25) -> dict:
     torch.cuda.synchronize()
     ms = [marks[i].elapsed_time(marks[i + 1]) for i in range(n // 2, n)]
     return {"ms": statistics.median(ms), **state}
+
+
+def mixed_lengths() -> tuple[int, ...]:
+    """24 sequences of 64 to 16k, even in their logarithm."""
+    rng = random.Random(1)
+    return tuple(int(64 * 2 ** rng.uniform(0, 8)) for _ in range(24))
 
 
 def milliseconds(call, burst_ms: float) -> float:

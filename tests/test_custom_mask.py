@@ -152,6 +152,25 @@ class Late(Band):
 
 
 @dataclass(frozen=True)
+class Behind(Chunked):
+    """A chunk's keys at least 128 back: bounds of rows that see nothing meet inside a tile that
+    nobody visits, or waits for.
+    """
+
+    chunk: int = 192
+
+    def k_bounds(self, q, seqlen_q, seqlen_k):
+        at = hi(q + seqlen_k - seqlen_q, 0)
+        start = lo(at // self.chunk * self.chunk, seqlen_k)
+        return start, hi(lo(at - 128, seqlen_k), start)
+
+    def q_bounds(self, k, seqlen_q, seqlen_k):
+        off, end = seqlen_k - seqlen_q, (k // self.chunk + 1) * self.chunk
+        q_lo = lo(hi(k + 129 - off, 0), seqlen_q)
+        return q_lo, hi(lo(end - off, seqlen_q), 0)
+
+
+@dataclass(frozen=True)
 class OneSided(Chunked):
     """Chunks whose backward would take them for a window."""
 
@@ -175,6 +194,9 @@ def test_a_mask_that_kernels_would_misread_is_an_error():
     assert FwdSpec("bf16", 64, 64, True, custom=OneSided()).custom.right == 0
     with pytest.raises(PlanError, match="k_bounds and q_bounds do not agree"):
         BwdSpec("bf16", 64, 64, True, custom=OneSided())
+    assert FwdSpec("bf16", 64, 64, True, custom=Behind()).custom.right == 0
+    with pytest.raises(PlanError, match="meet by only one"):
+        BwdSpec("bf16", 64, 64, True, custom=Behind())
     with pytest.raises(PlanError, match="`left` may not be None"):
         FwdSpec("bf16", 64, 64, False, custom=Late())
 

@@ -89,10 +89,13 @@ class Call:
         if self.spec.varlen:
             return order_of(work, self.lists, n.seqlen_k, n.heads, once=True)
         space = sched.TileSpace(ceil_div(n.seqlen_k, work.tile_k), n.heads, n.batch)
-        seen = work.seen(self.band, n.seqlen_q)
-        sizes = {"seqlen_k": seen, "kv_bytes_per_row": work.bytes_per_row}
-        sizes |= {"l2_bytes": work.l2_bytes(self.band)}
-        return sched.make(self.cfg.scheduler, space, **sizes)
+        return sched.make(
+            self.cfg.scheduler,
+            space,
+            seqlen_k=work.seen(self.band, n.seqlen_q),
+            kv_bytes_per_row=work.bytes_per_row,
+            l2_bytes=work.l2_bytes(self.band),
+        )
 
     def grid(self, cut: Cut) -> Grid:
         """Who does which rows of a side in the other kernels."""

@@ -146,7 +146,7 @@ def check(causal: bool, sides: tuple[bool, bool], custom: Band | None, backward:
 # (seqlen_q, seqlen_k)
 SAMPLES = ((1, 1), (40, 3), (3, 40), (200, 333), (333, 200), (777, 777), (70_001, 70_001))
 MOST_BLOCKED = 1000  # of which all blocks are looked at
-TILES = ((64, 64), (64, 128), (128, 128))
+TILES = ((64, 64), (64, 128), (128, 128))  # (queries, keys)
 
 
 def _fault(mask: Band, seqlen_q: int, seqlen_k: int, backward: bool) -> str | None:
@@ -193,7 +193,8 @@ def _fault_of_blocks(mask: Band, seqlen_q: int, seqlen_k: int) -> str | None:
             m, n = min(counted ^ visited)
             return (
                 f"queries from {m * tile_m} and keys from {n * tile_n} on meet by only one of "
-                "k_bounds and q_bounds; where nothing is seen, they should be as narrow as can be"
+                "k_bounds and q_bounds; those of a row that sees nothing should lie in a tile that "
+                "its neighbours see"
             )
     return None
 

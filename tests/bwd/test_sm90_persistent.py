@@ -32,8 +32,8 @@ def persistent(monkeypatch):
 
     def take(stay: bool):
         def row(spec, *_):
-            cfg = dataclasses.replace(plan.config(spec), prefetch_rows=0, pair=False)
-            return dataclasses.replace(cfg, persistent=stay)
+            plain = {"pair": False, "prefetch_rows": 0}
+            return dataclasses.replace(plan.config(spec), persistent=stay, **plain)
 
         monkeypatch.setattr(tune, "backward", row)
 

@@ -176,6 +176,9 @@ def test_deterministic_bits_under_any_schedule(spec, window, monkeypatch):
             assert torch.equal(a, b), resident
 
 
+ONE_TILE = {"persistent": False, "prefetch_rows": 0}
+
+
 class Persistent(Batch):
     """By two CTAs that take tile after tile, those of sequences without queries too."""
 
@@ -221,12 +224,8 @@ def test_persistent_in_order_has_the_bits_of_one_tile_per_cta(ratio, monkeypatch
     for schedule in ("late", "random:3", "priority:1"):
         monkeypatch.setenv("FA_CUTE_SIM_SCHEDULE", schedule)
         assert all(map(torch.equal, grads, batch.run())), schedule
-    one = {"persistent": False, "prefetch_rows": 0}
-    monkeypatch.setattr(tune, "backward", lambda spec, *_: replace(plan.config(spec), **one))
+    monkeypatch.setattr(tune, "backward", lambda spec, *_: replace(plan.config(spec), **ONE_TILE))
     assert all(map(torch.equal, grads, Batch(spec, window=(None, 0)).run()))
-
-
-ONE_TILE = {"persistent": False, "prefetch_rows": 0}
 
 
 @pytest.mark.parametrize(
@@ -253,9 +252,7 @@ def test_a_kv_block_that_is_alone_stores(spec, change, monkeypatch):
 
 
 def test_short_sequences_add_nothing():
-    """Counted: every dQ tile is stored once; of longer ones each but the last of a causal row is
-    added to.
-    """
+    """Counted: every dQ tile is stored once; of longer ones all blocks add to all tiles."""
     found = []
     for length in (34, 300):
         batch = Persistent(row(128, False), ([length] * 3, [length] * 3))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu import gpu, in_turn, milliseconds, versions
+from benchmarks.gpu import gpu, in_turn, milliseconds, mixed_lengths, versions
 from fa_cute import flash_attn_func, flash_attn_varlen_func
 from tests.varlen_cases import (
     BF16,
@@ -116,8 +116,7 @@ class Race:
 
 def races() -> dict[str, Race]:
     """The batches of the issue."""
-    rng = random.Random(1)
-    mixed = tuple(int(64 * 2 ** rng.uniform(0, 8)) for _ in range(24))  # 64 to 16k, even in log
+    mixed = mixed_lengths()
     found = {
         "mixed 64..16k causal": Race(mixed, (16, 16), causal=True),
         "mixed 64..16k causal gqa": Race(mixed, (32, 8), causal=True),

@@ -276,7 +276,7 @@ def test_heads_of_a_section_fit_in_l2() -> None:
 
 
 def test_a_window_leaves_room_for_what_the_tiles_under_way_have() -> None:
-    """132 tiles of 128 rows of 1 KB beside what 16 heads see; two heads more than fit do not."""
+    """132 tiles of 128 rows of 1 KB beside what 16 heads see, not 32."""
     work = Work("k", 64, 128, 1024, descending=True)
     window, own = Band(left=1024, right=0), Own(left=0, right=0)
     seen = work.seen(window, 16384)

@@ -30,9 +30,7 @@ class AnyOrder:
         """0 for who stores."""
         if not cx.cfg.stores_alone(cx.spec):
             return Int32(1)
-        c = cx.cfg
-        blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
-        return blocks.count - 1
+        return adding(cx, m_block).count - 1
 
     def begin(self, cx: BwdCtx, m_block, rank):
         """Nothing to wait for."""
@@ -41,11 +39,15 @@ class AnyOrder:
         """Nobody to tell."""
 
 
+def adding(cx: BwdCtx, m_block) -> mask.Blocks:
+    """The KV blocks that add to a dQ tile."""
+    c = cx.cfg
+    return mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
+
+
 def rank_of(cx: BwdCtx, m_block):
     """How many KV blocks that add to a dQ tile are launched before this one."""
-    c = cx.cfg
-    blocks = mask.kv_blocks(cx.mask, m_block, c.tile_m, c.tile_n, cx.seqlen_q, cx.seqlen_k)
-    return lock_value(cx.mask, cx.n_block, blocks)
+    return lock_value(cx.mask, cx.n_block, adding(cx, m_block))
 
 
 @dataclass(frozen=True)

@@ -352,10 +352,10 @@ UNORDERED = {
     192: {"dq_direct": True},
     256: {"dq_direct": True, "do_stages": 2},
 }
-# By (head dim, whether the order is kept, causal). Up to 128 a persistent kernel, with a slot more
-# for Q, since its load warp knows less beforehand; at 64 a stage of dS gives way for that,
-# elsewhere two of them were faster. 192 and more: pairs of CTAs, half of the additions to dQ.
-# Measured, each row beside its variants (NOTES: "The two warpgroups' phase").
+# Full and causal masks, by (head dim, whether the order is kept, causal). Up to 128 a persistent
+# kernel, with a slot more for Q, since its load warp knows less beforehand; at 64 a stage of dS
+# gives way for that, elsewhere two of them were faster. 192 and more: pairs of CTAs, half of the
+# additions to dQ. Measured, each row beside its variants (NOTES: "The two warpgroups' phase").
 STAY = {"persistent": True, "q_stages": 3}
 LESS_DS = {**STAY, "ds_stages": 2}
 PARTS = {"by_parts": True}
@@ -442,6 +442,13 @@ def tuned(spec: BwdSpec, head_dim: int) -> dict:
     return found
 
 
+def scheduler(spec: BwdSpec, store_first: bool) -> str:
+    """The order of launches: who stores first is launched first."""
+    if not store_first:
+        return "single"
+    return "spt" if descends(spec.band(0, 0)) else "ascending"
+
+
 def config(spec: BwdSpec) -> BwdSm90Config:
     """The tuning row of a problem."""
     for row in TILES:
@@ -450,10 +457,7 @@ def config(spec: BwdSpec) -> BwdSm90Config:
             continue
         row = {**row, **(ORDERED if spec.deterministic else UNORDERED.get(d, {}))}
         row = {**row, **tuned(spec, d)}
-        order = "single"
-        if row.get("store_first"):
-            order = "spt" if descends(spec.band(0, 0)) else "ascending"
-        return BwdSm90Config(**row, scheduler=order)
+        return BwdSm90Config(**row, scheduler=scheduler(spec, row.get("store_first", False)))
     raise UnsupportedError(
         f"backward with head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v} is not implemented "
         f"on sm90; implemented: up to {[(r['head_dim'], r['head_dim_v']) for r in TILES]}"
